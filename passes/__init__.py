@@ -1,0 +1,1 @@
+"""The graph passes, one a file; their order is in `zerofx.recipe`."""

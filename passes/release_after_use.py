@@ -1,0 +1,33 @@
+"""Releases each gathered parameter after its last use in the forward: the backward gathers it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zerofx.program import Invariant, Level, Program
+
+# Larger than the number of any activation-checkpoint region, so that no region boundary makes a gather a saved value.
+GRAPH_ID = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ReleaseAfterUse:
+    """Marks every unshard of a sharded parameter as recomputed, so that the partition saves none."""
+
+    name: ClassVar[str] = "release-after-use"
+    level: ClassVar[Level] = Level.LOGICAL
+    requires: ClassVar[frozenset[Invariant]] = frozenset({Invariant.MARKED, Invariant.MERGED})
+    ensures: ClassVar[frozenset[Invariant]] = frozenset({Invariant.RELEASED})
+    breaks: ClassVar[frozenset[Invariant]] = frozenset()
+    numerics: ClassVar[str] = "same"
+
+    def __call__(self, program: Program) -> None:
+        for graph in program.graphs.values():
+            for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
+                if program.layout[node.meta["zerofx"].params[0]].dim is not None:
+                    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    node.meta["ac_graph_id"] = GRAPH_ID

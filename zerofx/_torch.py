@@ -1,0 +1,199 @@
+"""Every private torch API that zerofx uses, so that a new torch version is one file to check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch._dynamo as _dynamo
+import torch.distributed.distributed_c10d as _c10d
+from torch._dynamo.eval_frame import skip_code as _skip_code
+from torch._dynamo.source import ConstantSource as _ConstantSource
+from torch._functorch._aot_autograd import descriptors as _desc
+from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_simplified
+from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
+
+OpOverload = torch._ops.OpOverload
+
+
+def group_size(group: str) -> int:
+    """Number of ranks in the process group of that name."""
+    return cast(int, _c10d._resolve_process_group(group).size())
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Keeps Dynamo from compiling the function as a frame of its own; it is still traced into by a caller's frame."""
+    _skip_code(function.__code__)
+
+
+def hook_guards() -> AbstractContextManager[Any]:
+    """While it is entered, graphs that Dynamo compiles are guarded on module hooks that are put on later."""
+    return cast("AbstractContextManager[Any]", _dynamo.config.patch(skip_nnmodule_hook_guards=False))
+
+
+def graph_break_reasons() -> Counter[str]:
+    """How often Dynamo left a graph, by its reason."""
+    return Counter(_dynamo.utils.counters["graph_break"])
+
+
+def input_index(desc: Any) -> int | None:
+    """The place among a Dynamo graph's inputs of the AOTAutograd input (or gradient) that `desc` describes."""
+    while desc is not None and not isinstance(desc, _desc.PlainAOTInput):
+        desc = getattr(desc, "base", None) or getattr(desc, "grad_of", None)
+    return None if desc is None else desc.idx
+
+
+def is_subclass_part(desc: Any) -> bool:
+    """Whether an input is an inner tensor of a DTensor."""
+    return isinstance(desc, _desc.SubclassGetAttrAOTInput)
+
+
+def is_gradient(desc: Any) -> bool:
+    """Whether a joint graph's output is the gradient of an input."""
+    while isinstance(desc, _desc.SubclassGetAttrAOTOutput):
+        desc = desc.base
+    return isinstance(desc, _desc.GradAOTOutput)
+
+
+def is_tangent(desc: Any) -> bool:
+    """Whether a joint graph's input is the gradient of an output."""
+    while isinstance(desc, _desc.SubclassGetAttrAOTInput):
+        desc = desc.base
+    return isinstance(desc, _desc.TangentAOTInput)
+
+
+def is_saved(desc: Any) -> bool:
+    """Whether a forward graph's output is kept for the backward."""
+    return isinstance(desc, (_desc.SavedForBackwardsAOTOutput, _desc.SavedForBackwardsNoVcCheckAOTOutput))
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """Marks a function that takes its inputs as one list, which it may empty."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def aot_compile(
+    gm: GraphModule, inputs: Sequence[Any], compiler: Any, inference_compiler: Any, partition: Any
+) -> Callable[..., Any]:
+    """Traces a Dynamo graph with its backward, without decompositions, so that each op runs the eager kernel."""
+    return _aot_module_simplified(
+        gm,
+        inputs,
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+class _Partition(CustomPartitionerFn):
+    def __init__(self, partition: Callable[..., Any], uuid: str) -> None:
+        self.partition, self._uuid = partition, uuid
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        return cast("tuple[GraphModule, GraphModule]", self.partition(gm, joint_inputs, **kwargs))
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
+class _Infer(CustomGraphPass):
+    def __init__(self, infer: Callable[[Graph], None], uuid: str) -> None:
+        self.infer, self._uuid = infer, uuid
+
+    def __call__(self, graph: Graph) -> None:
+        self.infer(graph)
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
+def inductor_compile(
+    gm: GraphModule, inputs: Sequence[Any], partition: Any, infer: Any, uuid: str, use_caches: bool = True
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph with Inductor, with our partition and a pass over graphs that have no backward."""
+    patches: dict[str, Any] = {
+        "custom_partitioner_fn": _Partition(partition, uuid),
+        "post_grad_custom_pre_pass": _Infer(infer, uuid),
+        "reorder_for_peak_memory": False,
+    }
+    if not use_caches:
+        patches["force_disable_caches"] = True
+    return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches))
+
+
+def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call under the names of the op's schema, defaults filled in."""
+    known = op._schema.arguments
+    bound = {arg.name: arg.default_value for arg in known if arg.has_default_value()}
+    return bound | {arg.name: value for arg, value in zip(known, args, strict=False)} | dict(kwargs)
+
+
+def argument_index(op: OpOverload, *names: str) -> tuple[int, str] | None:
+    """Place and name of the first argument of the op that has one of the names."""
+    found = ((place, arg.name) for place, arg in enumerate(op._schema.arguments) if arg.name in names)
+    return next(found, None)
+
+
+def expression(value: Any) -> Any:
+    """The sympy expression of a SymInt, SymFloat or SymBool, as what is known of its symbols simplifies it.
+
+    A nested tensor's ragged size has none and gives its text.
+    """
+    return value.node.expr if hasattr(value.node, "expr") else str(value)
+
+
+def symbol_hints(value: Any) -> dict[str, int]:
+    """The symbols in a symbolic value and the values they had when the graph was captured; unbacked ones left out."""
+    if not hasattr(value.node, "expr"):
+        return {}
+    known = value.node.shape_env.backed_var_to_val
+    return {str(symbol): int(known[symbol]) for symbol in value.node.expr.free_symbols if symbol in known}
+
+
+class _NamedShapeEnv(_ShapeEnv):
+    def _generate_unique_id(self, source_name: str) -> int:
+        return int(source_name.removeprefix("s"))
+
+
+class FakeRun:
+    """Runs ops on fake tensors whose sizes may be symbols of chosen names and values."""
+
+    def __init__(self) -> None:
+        self.shape_env = _NamedShapeEnv()
+        self.mode = _FakeTensorMode(shape_env=self.shape_env)
+
+    def symbol(self, name: str, value: int) -> torch.SymInt:
+        """A symbol named `s` and a number; it stands for a size if `value` is at least 2, else for any integer."""
+        create = self.shape_env.create_symbol if value >= 2 else self.shape_env.create_unspecified_symbol
+        source = _ConstantSource(name)
+        symbol = create(value, source, _DimDynamic.DYNAMIC)
+        return cast(torch.SymInt, self.shape_env.create_symintnode(symbol, hint=value, source=source))
+
+    def empty(self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=device)
+
+    def call(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with self.mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+
+def inductor_cache_dir() -> str:
+    """The folder of Inductor's compile cache."""
+    return _cache_dir()

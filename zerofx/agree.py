@@ -1,0 +1,37 @@
+"""Compares what must be equal on every rank, so that a difference is one sentence on all of them and not a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks called `zerofx.compile` with different models or arguments, or one of them could not go on."""
+
+
+def agree(facts: Mapping[str, Any], problem: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raises on every rank if one rank has a problem, or if the facts differ between ranks.
+
+    The rank with the problem raises that; the others name it.
+    """
+    if group is None or group.size() == 1:
+        if problem is not None:
+            raise problem
+        return
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, (dict(facts), problem and str(problem)), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (theirs, trouble) in enumerate(told):
+        if trouble is not None:
+            raise RankMismatchError(f"zerofx.compile failed on rank {rank} of the group: {trouble}")
+        first = told[0][0]
+        for name in dict.fromkeys([*first, *theirs]):
+            if first.get(name) != theirs.get(name):
+                raise RankMismatchError(
+                    f"ranks differ in {name}: rank 0 of the group has {first.get(name)!r}, rank {rank} has "
+                    f"{theirs.get(name)!r}; give every rank the same model and the same arguments"
+                )

@@ -1,0 +1,119 @@
+"""`zerofx.compile`: checks the model and the arguments on every rank, shards the parameters, and hands over to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx import _torch
+from zerofx.agree import agree
+from zerofx.check_model import ModelError, find_owners, refuse_model
+from zerofx.config import Config, Rewrite
+from zerofx.engine import Engine
+from zerofx.groups import data_parallel_mesh, program_mesh
+from zerofx.layout import Layout
+from zerofx.manager import Pass, validate
+from zerofx.passes.choose_layout import choose_layout
+from zerofx.recipe import recipe
+from zerofx.shard import shard_parameters, sync_module
+from zerofx.swap import swap_class
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def compile(  # noqa: A001
+    model: M,
+    *,
+    stage: int = 3,
+    mesh: DeviceMesh | None = None,
+    persist_below: int = 10_000,
+    ignored_params: Iterable[nn.Parameter] = (),
+    sync_init: bool = True,
+    backend: str = "inductor",
+    passes: Rewrite | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> M:
+    """Shards a model's parameters over the data-parallel ranks and compiles it, in place; returns `model`.
+
+    Build the optimizer from `model.parameters()` afterwards and train as before: each rank feeds its own part of the
+    global batch, and `loss.backward()` leaves in `p.grad` this rank's part of the mean gradient over all ranks.
+    Parameters become `DTensor`s; `state_dict` keys, module classes, attributes and hooks stay what they were.
+
+    Args:
+        model: the model, on the device it trains on, with the same structure on every rank.
+        stage: 3 stores each rank's part of the parameters, gathers them for use and releases them after it;
+            0 replicates them. Gradients have the placement of their parameters.
+        mesh: a DeviceMesh of one dimension, or with one named `dp`, to shard over. Default: all ranks of the default
+            group, which is made from torchrun's environment if need be; without either, one rank and no group.
+        persist_below: parameters of fewer elements stay replicated.
+        ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.
+        sync_init: start from the parameters and buffers of the group's first rank.
+        backend: `inductor`; `interpreter` runs the rewritten graphs node by node; `eager` makes no graph at all.
+        passes: a function from the default tuple of passes to the tuple to run.
+        dynamic: as in torch.compile.
+        fullgraph: make code that torch.compile cannot put into a graph an error.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed.
+        ModelError: the model holds something that cannot be sharded.
+        RankMismatchError: ranks differ in the model or the arguments.
+    """
+    problem: Exception | None = None
+    facts: dict[str, Any] = {}
+    config, owners, order = Config(), [], ()
+    device_mesh = data_parallel_mesh(mesh, _device_of(model))
+    group = None if device_mesh is None else device_mesh.get_group()
+    try:
+        config = Config(stage, persist_below, sync_init, backend, passes, dynamic, fullgraph)
+        order = _passes(config)
+        refuse_model(model)
+        owners = find_owners(model, list(ignored_params))
+        facts = config.facts() | {"torch's version": torch.__version__, "the passes": repr(order)}
+        facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
+        facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    agree(facts, problem, group)
+
+    program = program_mesh(device_mesh)
+    layout = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
+    rank = 0
+    if device_mesh is None:
+        layout = Layout(tuple(owner.layout for owner in owners))
+    else:
+        assert group is not None
+        rank = device_mesh.get_local_rank()
+        if config.sync_init and device_mesh.size() > 1:
+            ignored = {id(param) for param in ignored_params}
+            for module in model.modules():
+                sync_module(module, group, ignored)
+        for owner, chosen in zip(owners, layout, strict=True):
+            owner.layout = chosen
+        shard_parameters(owners, device_mesh, program.axis("dp").group)
+        if "_zerofx_reads" not in model.__dict__:
+            swap_class(model)
+    Engine(config, order, program, layout, rank).attach(model)
+    return model
+
+
+def _passes(config: Config) -> tuple[Pass, ...]:
+    order = recipe(config)
+    if config.passes is not None:
+        order = tuple(config.passes(order))
+    validate(order)
+    return order
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"zerofx.compile takes a torch.nn.Module, not {type(model).__name__}")
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad

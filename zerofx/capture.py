@@ -1,0 +1,162 @@
+"""Carries graphs of torch.compile into programs, through the passes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx import _torch
+from zerofx.edit import map_per_rank, set_local_rows
+from zerofx.layout import Layout, ParamLayout, PerRank
+from zerofx.manager import Pass, Step, run
+from zerofx.mesh import Mesh
+from zerofx.program import Level, Program, Tag, output_node, output_tags, outputs, placeholders, tag
+from zerofx.text import show
+
+aten, zerofx = torch.ops.aten, torch.ops.zerofx
+MARKERS = {zerofx.unshard.default, zerofx.reduce_grad.default}
+
+
+@dataclass
+class Capture:
+    """One graph that Dynamo has captured: the parameters among its inputs, and the passes that ran on it."""
+
+    params: Mapping[int, str]
+    passes: Sequence[Pass]
+    mesh: Mesh
+    layout: Layout
+    rank: int
+    kind: str = ""
+    steps: list[Step] = field(default_factory=list)
+
+    def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Runs the logical passes on a joint graph, cuts it into forward and backward, and runs the physical passes."""
+        self.kind = "train"
+        program = self._start("joint", joint.graph)
+        joint.recompile()
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        program.graphs = {"forward": forward.graph, "backward": backward.graph}
+        _tag_halves(program, output_tags(joint.graph))
+        program.level = Level.PHYSICAL
+        self._finish(program)
+        forward.recompile()
+        backward.recompile()
+        return forward, backward
+
+    def infer(self, graph: Graph) -> None:
+        """Runs all passes on a graph that has no backward."""
+        self.kind = "inference"
+        program = self._start("inference", graph)
+        program.level = Level.PHYSICAL
+        self._finish(program)
+
+    def _start(self, name: str, graph: Graph) -> Program:
+        program = Program({name: graph}, self.mesh, self.layout)
+        _tag_whole(graph, self.params, self.layout, self.mesh)
+        self.steps = [Step("capture", show(program), 0.0)]
+        self.steps += run(program, self.passes)
+        return program
+
+    def _finish(self, program: Program) -> None:
+        if "forward" in program.graphs:
+            self.steps.append(Step("partition", show(program), 0.0))
+        self.steps += run(program, self.passes)
+        place = self.mesh.coordinate(self.rank, "dp")
+        sizes = {param.name: param.local_size(self.mesh.axis("dp").size, place) for param in program.layout}
+        for graph in program.graphs.values():
+            ragged = map_per_rank(graph, lambda value: value.at(place))
+            set_local_rows(graph, sizes, ragged)
+
+
+def has_markers(graph: Graph) -> bool:
+    return any(node.target in MARKERS for node in graph.nodes)
+
+
+def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh) -> None:
+    """Tags inputs, markers and outputs, and makes the graph that of rank 0."""
+    for node in placeholders(graph):
+        desc = node.meta.get("desc")
+        name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
+        if _torch.is_tangent(desc):
+            node.meta["zerofx"] = Tag("tangent")
+        elif name is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["zerofx"] = Tag(_input_role(desc, layout[name]), (name,))
+    _drop_own_views(graph)
+    tags: list[Tag | None] = []
+    out = output_node(graph)
+    out.args = (tuple(out.args[0]),)
+    for value, desc in zip(outputs(graph), out.meta["desc"], strict=True):
+        if not _torch.is_gradient(desc):
+            tags.append(Tag("out"))
+            continue
+        name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
+        ours = name is not None and value is not None and isinstance(value.meta.get("val"), torch.Tensor)
+        tags.append(Tag("grad", (name,)) if ours else None)
+        if ours:
+            _tag_reductions(value, name)
+    out.meta["zerofx"] = tuple(tags)
+    _make_neutral(graph, layout, mesh.axis("dp").size)
+
+
+def _input_role(desc: Any, param: ParamLayout) -> str:
+    if not _torch.is_subclass_part(desc):
+        return "param"
+    return "replica" if param.dim is None else "shard"
+
+
+def _drop_own_views(graph: Graph) -> None:
+    """DTensor views a stored part as itself on the way in and out; such views name rows that differ by rank."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        (source, size), known = node.args, tag(node.args[0])
+        stored = source.op == "placeholder" and known is not None and known.role in ("shard", "replica")
+        if (stored or source.target is zerofx.reduce_grad.default) and list(source.meta["val"].shape) == list(size):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _tag_reductions(grad: Node, name: str) -> None:
+    todo = [grad]
+    while todo:
+        node = todo.pop()
+        if node.target is zerofx.reduce_grad.default:
+            node.meta["zerofx"] = Tag("reduce_grad", (name,))
+        elif node.op == "call_function" and "zerofx" not in node.meta:
+            todo += [n for n in node.all_input_nodes if n.op == "call_function"]
+
+
+def _make_neutral(graph: Graph, layout: Layout, world: int) -> None:
+    """Replaces what differs by rank: the number of rows that this one stores."""
+    for node in graph.nodes:
+        if node.target is zerofx.unshard.default:
+            node.meta["zerofx"] = Tag("unshard", node.args[0].meta["zerofx"].params)
+            rows_at = 3
+        elif node.target is zerofx.reduce_grad.default:
+            rows_at = 2
+        else:
+            continue
+        param = layout[node.meta["zerofx"].params[0]]
+        if param.dim is not None:
+            args = list(node.args)
+            args[rows_at] = PerRank("rows", param.size[param.dim], world)
+            node.args = tuple(args)
+    set_local_rows(graph, {param.name: param.local_size(world, 0) for param in layout}, set())
+
+
+def _tag_halves(program: Program, joint: tuple[Tag | None, ...]) -> None:
+    """Tags the outputs of forward and backward; their other nodes bring their tags along."""
+    for name, graph in program.graphs.items():
+        out = output_node(graph)
+        out.args = (tuple(out.args[0]),)
+    forward, backward = program.graphs["forward"], program.graphs["backward"]
+    descs = output_node(forward).meta["desc"]
+    output_node(forward).meta["zerofx"] = tuple(Tag("saved") if _torch.is_saved(d) else Tag("out") for d in descs)
+    seen = sum(not _torch.is_saved(d) for d in descs)
+    output_node(backward).meta["zerofx"] = joint[seen:]
+    for node in placeholders(backward):
+        if (known := tag(node)) and known.role not in ("tangent", "shard", "replica", "param"):
+            del node.meta["zerofx"]

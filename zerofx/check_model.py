@@ -1,0 +1,105 @@
+"""Looks a model over before anything is changed: what cannot be sharded is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerofx.layout import ParamLayout
+from zerofx.shard import Owner
+
+
+class ModelError(ValueError):
+    """The model holds something that zerofx.compile cannot shard."""
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises ModelError for a model that is already compiled or wrapped."""
+    for name, module in model.named_modules():
+        where = f"its submodule {name!r}" if name else "this model"
+        if "_zerofx_engine" in module.__dict__:
+            raise ModelError(f"zerofx.compile was already called on {where}: compile a model once")
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ModelError(f"torch.compile was already applied to {where}: pass the model itself, zerofx compiles it")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ModelError(f"{where} is wrapped in DistributedDataParallel: pass the model itself, zerofx reduces gradients")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(f"{where} is a ScriptModule, which cannot be traced: pass the Python module")
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(f"{where} has sparse gradients, which cannot be reduced: make it with sparse=False")
+
+
+def find_owners(model: nn.Module, ignored: list[nn.Parameter]) -> list[Owner]:
+    """Every parameter to shard, in registration order, with all the places that hold it.
+
+    Raises ModelError for a parameter that cannot be sharded, or that is also kept where it would not be replaced.
+    """
+    owners: dict[int, Owner] = {}
+    skipped = {id(param) for param in ignored}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is None or id(param) in skipped:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            if id(param) not in owners:
+                _refuse_parameter(full, param)
+                layout = ParamLayout(full, tuple(param.shape), param.dtype, None, param.requires_grad)
+                owners[id(param)] = Owner(param, layout)
+            if (module, name) not in owners[id(param)].places:
+                owners[id(param)].places.append((module, name))
+                owners[id(param)].names.append(full)
+    for owner in owners.values():
+        owner.layout = owner.layout.with_tied(tuple(owner.names[1:]))
+    _refuse_copies(model, owners)
+    _refuse_mixed_devices(owners)
+    return list(owners.values())
+
+
+def _refuse_parameter(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ModelError(f"parameter {name!r} is not initialised yet: run the lazy module once before zerofx.compile")
+    if isinstance(param, DTensor):
+        raise ModelError(f"parameter {name!r} is a DTensor already: pass the model before it is sharded or parallelised")
+    if param.is_meta:
+        raise ModelError(f"parameter {name!r} is on the meta device: initialise it on its real device before zerofx.compile")
+    if param.is_complex():
+        raise ModelError(
+            f"parameter {name!r} is complex, which cannot be reduced: store it as two real ones (torch.view_as_real), or "
+            "pass it in ignored_params"
+        )
+
+
+def _refuse_copies(model: nn.Module, owners: dict[int, Owner]) -> None:
+    for prefix, module in model.named_modules():
+        for attribute, value in module.__dict__.items():
+            if attribute in ("_parameters", "_modules", "_buffers", "_flat_weights", "_flat_weight_refs"):
+                continue
+            for tensor in _tensors(value, depth=2):
+                if id(tensor) in owners:
+                    where = f"{prefix}.{attribute}" if prefix else attribute
+                    raise ModelError(
+                        f"parameter {owners[id(tensor)].layout.name!r} is also kept in the attribute {where!r}, which would "
+                        "go on holding the old one: read it from its module instead"
+                    )
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+
+
+def _refuse_mixed_devices(owners: dict[int, Owner]) -> None:
+    devices = {str(owner.param.device): owner.layout.name for owner in owners.values()}
+    if len(devices) > 1:
+        told = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ModelError(f"parameters are on several devices ({told}): move the model to one device")

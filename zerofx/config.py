@@ -1,0 +1,61 @@
+"""What the user asks of `zerofx.compile`, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerofx.manager import Pass
+
+STAGES = (0, 3)
+BACKENDS = ("inductor", "interpreter", "eager")
+Rewrite = Callable[[tuple["Pass", ...]], tuple["Pass", ...]]
+
+
+class ConfigError(ValueError):
+    """An argument of `zerofx.compile` has a value that is not allowed."""
+
+
+def _refuse(field: str, value: object, allowed: str) -> None:
+    raise ConfigError(f"zerofx.compile({field}={value!r}) is not possible: {field} must be {allowed}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of `zerofx.compile` that the passes and backends read."""
+
+    stage: int = 3
+    persist_below: int = 10_000
+    sync_init: bool = True
+    backend: str = "inductor"
+    passes: Rewrite | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or self.stage not in STAGES:
+            _refuse("stage", self.stage, f"one of {', '.join(map(str, STAGES))}")
+        if type(self.persist_below) is not int or self.persist_below < 0:
+            _refuse("persist_below", self.persist_below, "a number of elements, 0 or more")
+        if self.backend not in BACKENDS:
+            _refuse("backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}")
+        if self.passes is not None and not callable(self.passes):
+            _refuse("passes", self.passes, "a function from the default tuple of passes to another tuple")
+        if self.dynamic not in (None, True, False):
+            _refuse("dynamic", self.dynamic, "None, True or False")
+        for field in ("sync_init", "fullgraph"):
+            if not isinstance(getattr(self, field), bool):
+                _refuse(field, getattr(self, field), "True or False")
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on every rank."""
+        return {
+            "stage": self.stage,
+            "persist_below": self.persist_below,
+            "sync_init": self.sync_init,
+            "backend": self.backend,
+            "dynamic": self.dynamic,
+            "fullgraph": self.fullgraph,
+        }

@@ -1,0 +1,101 @@
+"""Holds a compiled model's layout and captured graphs, and runs its forward through torch.compile."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from zerofx import _torch, records
+from zerofx.backends import inductor, interpret
+from zerofx.capture import Capture
+from zerofx.config import Config
+from zerofx.layout import Layout
+from zerofx.manager import Pass
+from zerofx.mesh import Mesh
+from zerofx.swap import RUNNING
+
+
+class Engine:
+    """One for each compiled model, found in the root module's `__dict__` as `_zerofx_engine`."""
+
+    def __init__(self, config: Config, passes: tuple[Pass, ...], mesh: Mesh, layout: Layout, rank: int) -> None:
+        self.config, self.passes, self.mesh, self.layout, self.rank = config, passes, mesh, layout, rank
+        self.captures: list[Capture] = []
+        self.names: dict[int, str] = {}
+        self.warned = False
+
+    def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
+        return Engine, (self.config, self.passes, self.mesh, self.layout, self.rank)
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes calls of the model run compiled."""
+        ours = {param.name for param in self.layout}
+        self.names = {id(param): name for name, param in model.named_parameters() if name in ours}
+        model.__dict__["_zerofx_engine"] = self
+        model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
+
+    def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend."""
+        params = {place: self.names[id(value)] for place, value in enumerate(inputs) if id(value) in self.names}
+        capture = Capture(params, self.passes, self.mesh, self.layout, self.rank)
+        self.captures.append(capture)
+        if self.config.backend == "interpreter":
+            return interpret(capture, gm, inputs)
+        key = records.key(gm, inputs, self.digest())
+        compiled = inductor(capture, key, gm, inputs)
+        if not capture.steps and not records.load(key, capture):
+            # Compiled by another process whose record is gone: without it there would be nothing to inspect.
+            compiled = inductor(capture, key, gm, inputs, use_caches=False)
+        records.save(key, capture)
+        return compiled
+
+    def digest(self) -> str:
+        """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""
+        text = "".join([records.source(), *map(_describe, self.passes), repr(self.mesh), repr(self.layout)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe(step: Pass) -> str:
+    return repr(step) + inspect.getsource(inspect.getmodule(type(step)) or type(step))
+
+
+class CompiledCall:
+    """What a call of the root module runs."""
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self.engine = engine
+        call: Callable[..., Any] = model._call_impl
+        if engine.config.backend != "eager":
+            config = engine.config
+            call = torch.compile(call, backend=engine.backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine.config.backend == "eager":
+            with RUNNING.forward():
+                return self.call(*args, **kwargs)
+        before = None if engine.warned else _torch.graph_break_reasons()
+        with RUNNING.forward() as eager_reads, _torch.hook_guards():
+            result = self.call(*args, **kwargs)
+        if eager_reads and before is not None:
+            engine.warned = True
+            _warn(list(eager_reads), list(_torch.graph_break_reasons() - before))
+        return result
+
+
+def _warn(reads: list[str], reasons: list[str]) -> None:
+    shown = ", ".join(reads[:5]) + (f" and {len(reads) - 5} more" if len(reads) > 5 else "")
+    reason = reasons[0].splitlines()[0] if reasons else "it did not say why"
+    warnings.warn(
+        f"parameters are read outside of compiled graphs, which is right but slower: {shown}; torch.compile left the "
+        f"graph because: {reason}; fullgraph=True makes this an error",
+        stacklevel=4,
+    )

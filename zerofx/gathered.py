@@ -1,0 +1,49 @@
+"""A whole parameter as read outside of compiled code: it can be looked at, but not written to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+REMEDY = (
+    "this is a gathered copy of a sharded parameter, so writing to it would be lost: write to the stored part, "
+    "the DTensor in model.named_parameters(), or load whole values with load_state_dict"
+)
+
+
+class Gathered(Tensor):
+    """Behaves as the plain tensor in every function, and refuses in-place, `out=` and `.data` writes."""
+
+    @staticmethod
+    def of(whole: Tensor) -> Tensor:
+        return whole.as_subclass(Gathered)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _writes(func, args, kwargs):
+            raise RuntimeError(REMEDY)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain_args, plain_kwargs = tree_map_only(Gathered, lambda t: t.as_subclass(Tensor), (args, kwargs))
+            result = func(*plain_args, **plain_kwargs)
+            if func in (Tensor.data.__get__, Tensor.detach):  # type: ignore[attr-defined]
+                return Gathered.of(result)
+        return result
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if isinstance(kwargs.get("out"), Gathered):
+        return True
+    if name == "__set__" and isinstance(args[0], Gathered):
+        return func is not Tensor.grad.__set__  # type: ignore[attr-defined]
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
+    return in_place and bool(args) and isinstance(args[0], Gathered)
+
+
+IN_PLACE_OPERATORS = frozenset(
+    f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+)

@@ -1,0 +1,50 @@
+"""The process group that a model is sharded over: the user's, or one made from torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zerofx.config import ConfigError
+from zerofx.mesh import Axis, Mesh
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
+    """The 1-dimensional mesh to shard over, or None for one rank without any group.
+
+    Raises ConfigError for a mesh of several dimensions without one named `dp`, or of another device type.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            if not all(name in os.environ for name in TORCHRUN):
+                return None
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"zerofx.compile(mesh=...) takes a DeviceMesh, not {type(mesh).__name__}")
+    if mesh.device_type != device.type:
+        raise ConfigError(
+            f"the mesh is of {mesh.device_type} devices but the parameters are on {device.type}: "
+            "move the model to the mesh's device first"
+        )
+    if mesh.ndim > 1:
+        if "dp" not in (mesh.mesh_dim_names or ()):
+            raise ConfigError(
+                f"the mesh has the axes {mesh.mesh_dim_names} and none is named 'dp': name the data-parallel axis 'dp'"
+            )
+        mesh = mesh["dp"]
+    if mesh.get_coordinate() is None:
+        raise ConfigError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
+    return mesh
+
+
+def program_mesh(mesh: DeviceMesh | None) -> Mesh:
+    """The mesh as passes see it."""
+    if mesh is None:
+        return Mesh.of(dp=1)
+    return Mesh((Axis("dp", mesh.size(), mesh.get_group().group_name),))

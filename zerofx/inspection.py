@@ -1,0 +1,160 @@
+"""`zerofx.inspect(model)`: what the passes made of each captured graph, to print, compare, count and draw."""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from zerofx.draw import draw_svg
+from zerofx.engine import Engine
+from zerofx.manager import Step
+from zerofx.textgraph import GraphText, Line, ProgramText, read
+
+BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
+GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph. `bytes_sent` is what each rank sends, for a ring: x (N-1)/N."""
+
+    graph: int
+    part: str
+    name: str
+    kind: str
+    role: str
+    params: tuple[str, ...]
+    dtype: str
+    group: str
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of the captured graphs, and the fewest bytes that the stage's policy allows for them."""
+
+    rows: tuple[Collective, ...]
+    bound: int
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(row.bytes_sent for row in self.rows)
+
+    def __str__(self) -> str:
+        table = Table("graph", "part", "collective", "role", "parameters", "dtype", "group", "bytes sent")
+        for row in self.rows:
+            params = ", ".join(row.params)
+            cells = (str(row.graph), row.part, row.kind, row.role, params, row.dtype, row.group, f"{row.bytes_sent:,}")
+            table.add_row(*cells)
+        padding = self.bytes_sent - self.bound
+        table.caption = f"{self.bytes_sent:,} bytes sent by each rank; bound {self.bound:,}, padding {padding:,}"
+        console = Console(width=140, record=True, file=io.StringIO())
+        console.print(table)
+        return console.export_text()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph and the recorded steps: the program as captured, and after each pass."""
+
+    index: int
+    kind: str
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time that passes and checks took; 0 for what came from the compile cache is what it took when compiled."""
+        return sum(step.seconds for step in self.steps)
+
+    def step(self, which: int | str) -> Step:
+        """A step by its place or by the name of its pass."""
+        if isinstance(which, int):
+            return self.steps[which]
+        for step in self.steps:
+            if step.name == which:
+                return step
+        raise KeyError(f"graph {self.index} has the steps {[step.name for step in self.steps]}, not {which!r}")
+
+
+class Inspection:
+    """The recorded steps of a compiled model, graph by graph."""
+
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        self.graphs = tuple(graphs)
+
+    def print(self, step: int | str = -1, graph: int = 0) -> None:
+        """Prints the program after a step: the last one by default, 0 as captured, or that of the pass of that name."""
+        builtins.print(self.graphs[graph].step(step).text)
+
+    def diff(self, before: int | str, after: int | str, graph: int = 0) -> str:
+        """The unified diff between the programs of two steps."""
+        steps = [self.graphs[graph].step(which) for which in (before, after)]
+        old, new = (step.text.splitlines(keepends=True) for step in steps)
+        return "".join(difflib.unified_diff(old, new, steps[0].name, steps[1].name))
+
+    def collectives(self) -> Collectives:
+        """Each collective with its role, parameters, dtype, group and bytes; and the bound beside their sum."""
+        rows: list[Collective] = []
+        bound = 0
+        for graph in self.graphs:
+            program = read(graph.steps[-1].text)
+            rows += [_collective(graph.index, part.name, line, program) for part in program.graphs for line in _sent(part)]
+            bound += _bound(graph)
+        return Collectives(tuple(rows), bound)
+
+    def draw(self, path: str | Path, step: int | str = -1, graph: int = 0) -> None:
+        """Draws the program after a step as an SVG file; needs pydot and graphviz."""
+        draw_svg(read(self.graphs[graph].step(step).text), Path(path))
+
+
+def inspect(model: nn.Module) -> Inspection:
+    """What the passes made of the model's graphs so far; graphs are captured when the model is first called.
+
+    Raises ValueError for a model that zerofx.compile was not called on, or that has made no graph.
+    """
+    engine = model.__dict__.get("_zerofx_engine")
+    if not isinstance(engine, Engine):
+        raise ValueError("zerofx.inspect needs a model that zerofx.compile was called on")
+    if engine.config.backend == "eager":
+        raise ValueError("the eager backend makes no graph to inspect: compile with backend='interpreter' or 'inductor'")
+    if not engine.captures:
+        raise ValueError("nothing has been captured yet: call the model once")
+    captures = enumerate(capture for capture in engine.captures if capture.steps)
+    return Inspection([Graph(index, capture.kind, tuple(capture.steps)) for index, capture in captures])
+
+
+def _sent(part: GraphText) -> list[Line]:
+    return [line for line in part.lines if line.target.startswith("c10d.") and not line.target.startswith("c10d.wait")]
+
+
+def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:
+    kind = line.target.split(".")[1]
+    group = line.args[-1].strip("'")
+    world = program.axes[group]
+    size = line.numel * BYTES[line.dtype]
+    sent = {GATHER: size * (world - 1) // world, SCATTER: size * (world - 1), REDUCE: 2 * size * (world - 1) // world}
+    return Collective(graph, part, line.name, kind, line.role, line.params, line.dtype, group, sent[kind])
+
+
+def _bound(graph: Graph) -> int:
+    """The fewest bytes that the stage's policy allows for a graph: each parameter gathered once wherever it is needed
+    (forward, backward) and each gradient reduced once; a replicated one is all-reduced, which costs twice."""
+    marked = read(next((step for step in graph.steps if step.name == "partition"), graph.steps[0]).text)
+    world = marked.axes["dp"]
+    total = 0
+    for part in marked.graphs:
+        for role, replicated in (("unshard", 0), ("reduce_grad", 2)):
+            for name in {line.params[0] for line in part.lines if line.role == role and line.params}:
+                param = marked.params[name]
+                size = prod(param.size) * BYTES[param.dtype]
+                total += size * (replicated if param.dim is None else 1) * (world - 1) // world
+    return total

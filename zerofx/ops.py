@@ -1,0 +1,86 @@
+"""The two ops that mark a sharded parameter in a program: `zerofx::unshard` and `zerofx::reduce_grad`.
+
+Both have a real eager body, so a program that no pass has touched is already right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zerofx._torch import group_size
+from zerofx.layout import chunk_rows
+
+c10d = torch.ops._c10d_functional
+REPLICATED = -1
+
+
+@torch.library.custom_op("zerofx::unshard", mutates_args=())
+def unshard(shard: Tensor, size: Sequence[int], dim: int, rows: int, group: str) -> Tensor:
+    """The whole parameter from this rank's part of it.
+
+    `shard` holds `rows` rows of `dim`; the result has the shape `size`. With `dim` -1 the parameter is replicated and
+    the result is a copy. `rows` makes programs of ranks that hold different numbers of rows different programs.
+    """
+    if dim == REPLICATED:
+        return shard.clone()
+    parts = group_size(group)
+    padded = _pad_rows(shard, dim, chunk_rows(size[dim], parts) - rows).movedim(dim, 0).contiguous()
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(padded, parts, group))
+    return whole[: size[dim]].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("zerofx::reduce_grad", mutates_args=())
+def reduce_grad(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
+    """The mean of a parameter's gradient over the group, cut to the `rows` rows of `dim` that this rank stores.
+
+    With `dim` -1 the whole mean is returned.
+    """
+    parts = group_size(group)
+    if dim == REPLICATED:
+        return c10d.wait_tensor(c10d.all_reduce(grad.contiguous(), "avg", group))
+    missing = chunk_rows(grad.shape[dim], parts) * parts - grad.shape[dim]
+    padded = _pad_rows(grad, dim, missing).movedim(dim, 0).contiguous()
+    mean = c10d.wait_tensor(c10d.reduce_scatter_tensor(padded, "avg", parts, group))
+    return mean[:rows].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _pad_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, rows]) if rows else tensor
+
+
+@unshard.register_fake
+def _(shard: Tensor, size: Sequence[int], dim: int, rows: int, group: str) -> Tensor:
+    return shard.new_empty(tuple(size))
+
+
+@reduce_grad.register_fake
+def _(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
+    if dim == REPLICATED:
+        return torch.empty_like(grad, memory_format=torch.contiguous_format)
+    return grad.new_empty((*grad.shape[:dim], rows, *grad.shape[dim + 1 :]))
+
+
+def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.dim, ctx.rows, ctx.group = inputs
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return reduce_grad(grad, ctx.dim, ctx.rows, ctx.group), None, None, None, None
+
+
+def _save_reduce_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, ctx.dim, ctx.rows, ctx.group = inputs
+    ctx.size = tuple(grad.shape)
+
+
+def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return unshard(grad, ctx.size, ctx.dim, ctx.rows, ctx.group), None, None, None
+
+
+unshard.register_autograd(_unshard_backward, setup_context=_save_unshard)
+reduce_grad.register_autograd(_reduce_grad_backward, setup_context=_save_reduce_grad)

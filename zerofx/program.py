@@ -1,0 +1,82 @@
+"""What a pass edits: the graphs of one compiled region, and the facts that hold about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import cast
+
+from torch.fx import Graph, Node
+
+from zerofx.layout import Layout
+from zerofx.mesh import Mesh
+
+
+class Level(Enum):
+    """Where a program is on its way: before or after it is cut into forward and backward."""
+
+    LOGICAL = "logical"
+    PHYSICAL = "physical"
+
+
+class Invariant(Enum):
+    """What a pass may rely on; each is checked after every pass while it holds (`zerofx.verify`)."""
+
+    MARKED = "parameters are read only by zerofx::unshard and their gradients leave only through zerofx::reduce_grad"
+    MERGED = "each parameter is unsharded at most once a graph and its gradient reduced at most once"
+    RELEASED = "no gathered parameter is saved for the backward"
+    GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
+    REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
+    WAITED = "the result of a collective is read only by wait_tensor"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What zerofx knows of one node; the only thing it puts in `node.meta`.
+
+    Roles of inputs: `shard`, `replica` (a parameter as this rank stores it), `param` (a whole one), `tangent`.
+    Roles of outputs: `out` (seen by the user), `saved` (kept for the backward), `grad`.
+    Roles of other nodes: `unshard` and `reduce_grad`, for the marker and all that replaces it.
+    """
+
+    role: str
+    params: tuple[str, ...] = ()
+
+
+def tag(node: Node) -> Tag | None:
+    """The tag of a node, or None. Output nodes have `output_tags` instead."""
+    return cast("Tag | None", node.meta.get("zerofx"))
+
+
+def output_node(graph: Graph) -> Node:
+    (node,) = graph.find_nodes(op="output")
+    return cast(Node, node)
+
+
+def outputs(graph: Graph) -> list[Node | None]:
+    """The flat outputs of a graph."""
+    return list(cast("tuple[Node | None, ...]", output_node(graph).args[0]))
+
+
+def output_tags(graph: Graph) -> tuple[Tag | None, ...]:
+    """One tag for each flat output, in order."""
+    return cast("tuple[Tag | None, ...]", output_node(graph).meta["zerofx"])
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+@dataclass
+class Program:
+    """The graphs under their names: `joint` at the logical level, `forward` and `backward` at the physical one,
+    and `inference` alone at both for a region that has no backward.
+
+    Graphs are those of rank 0 with `PerRank` ints where ranks differ, so that all ranks share one program.
+    """
+
+    graphs: dict[str, Graph]
+    mesh: Mesh
+    layout: Layout
+    level: Level = Level.LOGICAL
+    holds: set[Invariant] = field(default_factory=set)

@@ -1,0 +1,22 @@
+"""Which passes run, in which order, for a configuration: the only statement of order."""
+
+from __future__ import annotations
+
+from zerofx.config import Config
+from zerofx.manager import Pass
+from zerofx.passes.choose_layout import ChooseLayout
+from zerofx.passes.insert_all_gather import InsertAllGather
+from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
+from zerofx.passes.merge_reads import MergeReads
+from zerofx.passes.release_after_use import ReleaseAfterUse
+
+
+def recipe(config: Config) -> tuple[Pass, ...]:
+    """The default passes; the program is cut into forward and backward between the logical and the physical ones."""
+    return (
+        ChooseLayout(config.stage, config.persist_below),
+        MergeReads(),
+        *([ReleaseAfterUse()] if config.stage == 3 else []),
+        InsertAllGather(),
+        InsertReduceScatter(),
+    )

@@ -1,0 +1,71 @@
+"""Keeps the recorded steps beside the compile cache, since a graph that comes from the cache runs no pass."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from zerofx import _torch
+from zerofx.capture import Capture
+from zerofx.manager import Step
+
+
+@functools.cache
+def source() -> str:
+    """A hash of the source of zerofx and its passes."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*.py"), *(here / "passes").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def key(gm: GraphModule, inputs: Sequence[Any], digest: str) -> str:
+    """Names a captured graph: its code, its inputs and all that decides what the passes make of it."""
+    told = [torch.__version__, digest, str(gm.graph), *map(_describe, inputs)]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    shown = f"{type(value).__name__} {value.dtype} {value.device.type} {value.requires_grad} {list(map(str, value.shape))}"
+    return shown
+
+
+def save(name: str, capture: Capture) -> None:
+    """Writes the steps; a record that cannot be written is only missed by a later process."""
+    path = _path(name)
+    text = json.dumps({"kind": capture.kind, "steps": [asdict(step) for step in capture.steps]})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(gzip.compress(text.encode()))
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def load(name: str, capture: Capture) -> bool:
+    """Fills the capture with recorded steps; False where there is no whole record."""
+    try:
+        told = json.loads(gzip.decompress(_path(name).read_bytes()))
+    except (OSError, EOFError, ValueError):
+        return False
+    capture.kind = told["kind"]
+    capture.steps = [Step(**step) for step in told["steps"]]
+    return True
+
+
+def _path(name: str) -> Path:
+    return Path(_torch.inductor_cache_dir()) / "zerofx" / f"{name}.json.gz"

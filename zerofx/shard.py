@@ -1,0 +1,63 @@
+"""Turns a module's parameters into DTensor shards, read through the swapped classes of `zerofx.swap`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.layout import ParamLayout, rows_at
+from zerofx.ops import REPLICATED
+from zerofx.stale import STALE
+from zerofx.stored import stored_part
+from zerofx.swap import READS, Read, swap_class
+
+
+@dataclass
+class Owner:
+    """The places of one parameter in the model: every (module, name) that holds it, first one first."""
+
+    param: nn.Parameter
+    layout: ParamLayout
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def shard_parameters(owners: list[Owner], mesh: DeviceMesh, group: str) -> None:
+    """Replaces each parameter by its DTensor part, and swaps the classes of the modules that own them.
+
+    Parameters are released one by one, so the whole model and its shards are never there together.
+    """
+    world, rank = mesh.size(), mesh.get_local_rank()
+    modules: dict[int, nn.Module] = {}
+    while owners:
+        owner = owners.pop()
+        part = stored_part(owner.param, owner.layout, mesh)
+        STALE.add(owner.param, owner.layout.name)
+        dim = REPLICATED if owner.layout.dim is None else owner.layout.dim
+        rows = 0 if owner.layout.dim is None else rows_at(owner.layout.size[dim], world, rank)
+        for module, name in owner.places:
+            module._parameters[name] = part
+            module.__dict__.setdefault(READS, {})[name] = Read(owner.layout.size, dim, rows, group)
+            modules[id(module)] = module
+    for module in modules.values():
+        swap_class(module)
+
+
+def sync_module(module: nn.Module, group: dist.ProcessGroup, done: set[int]) -> None:
+    """Gives the module's own parameters and buffers the values of the group's first rank."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is None or id(tensor) in done or tensor.numel() == 0:
+            continue
+        done.add(id(tensor))
+        target = tensor.detach()
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0:
+                target = target.narrow(dim, 0, 1)
+        sent = target.contiguous()
+        dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=group, group_src=0)
+        if sent.data_ptr() != target.data_ptr():
+            target.copy_(sent)

@@ -1,0 +1,38 @@
+"""Catches an optimizer that was built before its model was sharded."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
+
+
+class StaleParameters:
+    """Parameters that sharding has replaced: an optimizer that holds one would update what nobody reads."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self.hook: Any = None
+
+    def add(self, param: nn.Parameter, name: str) -> None:
+        key = id(param)
+        self.known[key] = weakref.ref(param, lambda _: self.known.pop(key, None)), name
+        if self.hook is None:
+            self.hook = register_optimizer_step_pre_hook(self.check)
+
+    def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.known:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in self.known and self.known[id(param)][0]() is param:
+                    raise RuntimeError(
+                        f"this {type(optimizer).__name__} was built before zerofx.compile and holds the old parameter "
+                        f"{self.known[id(param)][1]!r}: build it from model.parameters() after zerofx.compile"
+                    )
+
+
+STALE = StaleParameters()

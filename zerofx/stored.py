@@ -1,0 +1,53 @@
+"""The part of a parameter that one rank stores, as a DTensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zerofx.layout import ParamLayout, chunk_rows, rows_at
+
+
+def distribute(whole: Tensor, like: DTensor) -> DTensor:
+    """The part of `whole` that this rank stores of a parameter stored as `like`. Nothing is communicated."""
+    mesh, (placement,) = like.device_mesh, like.placements
+    local = whole.detach()
+    if isinstance(placement, Shard):
+        local = local_rows(local, placement.dim, mesh.size(), mesh.get_local_rank())
+    local = local.to(like.to_local().device)
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=whole.shape, stride=contiguous_stride(whole.shape)
+    )
+
+
+def local_rows(whole: Tensor, dim: int, world: int, rank: int) -> Tensor:
+    """A view of the rows of `dim` that `rank` stores."""
+    size = whole.shape[dim]
+    chunk = chunk_rows(size, world)
+    return whole.narrow(dim, min(rank * chunk, size), rows_at(size, world, rank))
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def stored_part(param: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh) -> nn.Parameter:
+    local = param.detach()
+    placement: Shard | Replicate = Replicate()
+    if layout.dim is not None:
+        placement = Shard(layout.dim)
+        local = local_rows(local, layout.dim, mesh.size(), mesh.get_local_rank())
+    local = local.clone(memory_format=torch.contiguous_format)
+    stride = contiguous_stride(param.shape)
+    part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=param.shape, stride=stride)
+    new = nn.Parameter(part, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    if param._backward_hooks:
+        new._backward_hooks = param._backward_hooks
+    if hooks := getattr(param, "_post_accumulate_grad_hooks", None):
+        new._post_accumulate_grad_hooks = hooks
+    if param.grad is not None:
+        new.grad = distribute(param.grad, part)
+    return new

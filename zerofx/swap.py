@@ -1,0 +1,167 @@
+"""The class swap: modules read their parameters, whole, through properties of a subclass of their own class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zerofx._torch import never_compile_alone
+from zerofx.gathered import Gathered
+from zerofx.ops import unshard
+from zerofx.stored import distribute
+
+READS = "_zerofx_reads"
+
+
+class Read(NamedTuple):
+    """What `zerofx::unshard` needs beside the shard; plain values, so that compiled code is guarded on them."""
+
+    size: tuple[int, ...]
+    dim: int
+    rows: int
+    group: str
+
+
+class Running:
+    """Forwards of compiled models in progress; reads outside of a graph are noted on the innermost one."""
+
+    def __init__(self) -> None:
+        self.eager_reads: list[dict[str, None]] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[dict[str, None]]:
+        """Collects the modules whose parameters are read outside of a graph meanwhile."""
+        found: dict[str, None] = {}
+        self.eager_reads.append(found)
+        try:
+            yield found
+        finally:
+            self.eager_reads.pop()
+
+
+RUNNING = Running()
+
+
+def _read_eagerly(module: nn.Module, name: str, whole: Tensor) -> Tensor:
+    if RUNNING.eager_reads:
+        RUNNING.eager_reads[-1][f"{type(module).__name__}.{name}"] = None
+        return whole
+    return Gathered.of(whole)
+
+
+@functools.cache
+def _reader(name: str) -> property:
+    def read(self: Any) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        param = self._parameters[name]
+        how = self.__dict__[READS].get(name)
+        if how is None or not isinstance(param, DTensor):
+            return param
+        try:
+            whole = unshard(param.to_local(), how[0], how[1], how[2], how[3])
+            return whole if torch.compiler.is_compiling() else _read_eagerly(self, name, whole)
+        except AttributeError as error:  # nn.Module would answer it with the shard itself
+            raise RuntimeError(f"unsharding {name} failed: {error}") from error
+
+    never_compile_alone(read)
+    return property(read, functools.partial(_refuse_write, name))
+
+
+def _refuse_write(name: str, module: nn.Module, value: object) -> NoReturn:
+    raise TypeError(f"cannot assign {type(value).__name__} as parameter {name!r} of a compiled model")
+
+
+class Sharded(nn.Module):
+    """What a swapped class adds to the user's own module class."""
+
+    def __init_subclass__(cls, zerofx_made: bool = False, **kwargs: Any) -> None:
+        if not zerofx_made:
+            base = cls.__mro__[1].__name__
+            raise TypeError(
+                f"{cls.__name__} cannot be derived from {base} of a compiled model: put parametrizations and wrappers "
+                "on before zerofx.compile"
+            )
+        super().__init_subclass__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls = cast("Any", type(self))
+        return _rebuild, (cls.zerofx_base, cls.zerofx_names), self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if attach := getattr(state.get("_zerofx_engine"), "attach", None):
+            attach(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, param in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                if value.shape == param.shape:
+                    state_dict[prefix + name] = distribute(value, param)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        path, _, name = target.rpartition(".")
+        module = self.get_submodule(path)
+        param = module._parameters.get(name)
+        if param is None:
+            raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
+        return param
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not isinstance(param, DTensor):
+            raise RuntimeError(
+                f"parameter {name!r} cannot be set on a compiled model, its gradient would not be reduced: set it before "
+                "zerofx.compile, or copy the values with load_state_dict"
+            )
+        super().register_parameter(name, param)
+
+    def share_memory(self) -> NoReturn:
+        raise RuntimeError("share_memory() is not possible on a compiled model: call it before zerofx.compile")
+
+
+class FlatWeights(Sharded, zerofx_made=True):
+    """Recurrent modules read their parameters through a list: it is made anew at each read."""
+
+    @property
+    def _flat_weights(self) -> list[Any]:
+        return [getattr(self, name, None) for name in cast("Any", self)._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, value: Any) -> None:
+        pass
+
+    def flatten_parameters(self) -> None:
+        pass
+
+
+@functools.cache
+def sharded_class(base: type, names: tuple[str, ...]) -> type:
+    """The class of a module of class `base` with sharded parameters `names`; one for all modules alike, so that
+    compiled code is shared between them."""
+    mixin = FlatWeights if issubclass(base, nn.RNNBase) else Sharded
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    body |= {"zerofx_base": base, "zerofx_names": names}
+    return type(base.__name__, (mixin, base), body, zerofx_made=True)
+
+
+def _rebuild(base: type, names: tuple[str, ...]) -> Any:
+    cls = sharded_class(base, names)
+    return cls.__new__(cls)
+
+
+def swap_class(module: nn.Module) -> None:
+    """Gives the module its sharded class; a module without parameters of its own may have one too."""
+    reads = module.__dict__.setdefault(READS, {})
+    names = tuple(name for name in module._parameters if name in reads)
+    module.__dict__[READS] = {name: reads[name] for name in names}
+    module.__dict__.pop("_flat_weights", None)
+    module.__class__ = sharded_class(type(module), names)

@@ -1,0 +1,113 @@
+"""Reads the text of a program as plain data, without torch: what the inspector shows may come from another process."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Line:
+    """One node: its name, written type, tag (role and parameters), target and the names it reads."""
+
+    name: str
+    type: str
+    role: str
+    params: tuple[str, ...]
+    target: str
+    args: tuple[str, ...]
+    reads: tuple[str, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.type.split("[")[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a tensor with a fixed shape."""
+        shape = self.type[self.type.index("[") + 1 : self.type.index("]")]
+        return prod(int(size) for size in shape.replace("()", "").split(",") if size.strip())
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """One graph of a program: inputs, nodes in order, and outputs."""
+
+    name: str
+    inputs: tuple[Line, ...]
+    lines: tuple[Line, ...]
+    outputs: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class ParamText:
+    """One line of the layout: a parameter's name, dtype, whole size and the dim it is cut on."""
+
+    name: str
+    dtype: str
+    size: tuple[int, ...]
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """A program as its text says it."""
+
+    axes: dict[str, int]
+    params: dict[str, ParamText]
+    graphs: tuple[GraphText, ...]
+
+    def graph(self, name: str) -> GraphText | None:
+        return next((graph for graph in self.graphs if graph.name == name), None)
+
+
+def read(text: str) -> ProgramText:
+    """Reads what `zerofx.text.show` writes."""
+    axes: dict[str, int] = {}
+    params: dict[str, ParamText] = {}
+    graphs: list[GraphText] = []
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.FunctionDef):
+            graphs.append(_graph(statement))
+        elif isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+            if ast.unparse(call.func) == "mesh":
+                axes = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            elif ast.unparse(call.func) == "param":
+                param = _param(call)
+                params[param.name] = param
+    return ProgramText(axes, params, tuple(graphs))
+
+
+def _param(call: ast.Call) -> ParamText:
+    name, kind = ast.literal_eval(call.args[0]), call.args[1]
+    assert isinstance(kind, ast.Subscript)
+    size = ast.literal_eval(kind.slice)
+    size = size if isinstance(size, tuple) else (size,)
+    dim = next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "dim")
+    return ParamText(name, ast.unparse(kind.value), size, dim)
+
+
+def _graph(function: ast.FunctionDef) -> GraphText:
+    inputs = tuple(_line(arg.arg, arg.annotation, None) for arg in function.args.args)
+    lines: list[Line] = []
+    outputs: tuple[Line, ...] = ()
+    for statement in function.body:
+        if isinstance(statement, ast.AnnAssign):
+            lines.append(_line(ast.unparse(statement.target), statement.annotation, statement.value))
+        elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
+            outputs = tuple(_line("", element, None) for element in statement.value.elts)
+    return GraphText(function.name, inputs, tuple(lines), outputs)
+
+
+def _line(name: str, kind: ast.expr | None, call: ast.expr | None) -> Line:
+    role, params = "", tuple[str, ...]()
+    if isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.MatMult):
+        known, kind = kind.right, kind.left
+        role = ast.unparse(known.func) if isinstance(known, ast.Call) else ast.unparse(known)
+        params = tuple(ast.literal_eval(arg) for arg in known.args) if isinstance(known, ast.Call) else ()
+    written = ast.unparse(kind) if kind is not None else ""
+    if not isinstance(call, ast.Call):
+        return Line(name or written, written, role, params, "", (), ())
+    reads = tuple(n.id for arg in [*call.args, *call.keywords] for n in ast.walk(arg) if isinstance(n, ast.Name))
+    return Line(name, written, role, params, ast.unparse(call.func), tuple(map(ast.unparse, call.args)), reads)
