@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class Engine:
     def __init__(self, config: Config, passes: tuple[Pass, ...], mesh: Mesh, layout: Layout, rank: int) -> None:
         self.config, self.passes, self.mesh, self.layout, self.rank = config, passes, mesh, layout, rank
         self.captures: list[Capture] = []
-        self.names: dict[int, str] = {}
+        self.model: Callable[[], nn.Module | None] = lambda: None
         self.warned = False
 
     def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
@@ -36,15 +38,15 @@ class Engine:
 
     def attach(self, model: nn.Module) -> None:
         """Makes calls of the model run compiled."""
-        ours = {param.name for param in self.layout}
-        self.names = {id(param): name for name, param in model.named_parameters() if name in ours}
+        self.model = weakref.ref(model)
         model.__dict__["_zerofx_engine"] = self
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
-        params = {place: self.names[id(value)] for place, value in enumerate(inputs) if id(value) in self.names}
-        capture = Capture(params, self.passes, self.mesh, self.layout, self.rank)
+        names, layout = self.parameters_now()
+        params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+        capture = Capture(params, self.passes, self.mesh, layout, self.rank)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
             return interpret(capture, gm, inputs)
@@ -55,6 +57,19 @@ class Engine:
             compiled = inductor(capture, key, gm, inputs, use_caches=False)
         records.save(key, capture)
         return compiled
+
+    def parameters_now(self) -> tuple[dict[int, str], Layout]:
+        """The names of the parameters by id, and the layout with what may change later: dtype and requires_grad."""
+        model = self.model()
+        assert model is not None
+        now = dict(model.named_parameters())
+        layout = tuple(
+            replace(param, dtype=now[param.name].dtype, requires_grad=now[param.name].requires_grad)
+            for param in self.layout
+            if param.name in now
+        )
+        ours = {param.name for param in layout}
+        return {id(param): name for name, param in now.items() if name in ours}, Layout(layout)
 
     def digest(self) -> str:
         """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""
@@ -77,6 +92,7 @@ class CompiledCall:
             call = torch.compile(call, backend=engine.backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
         self.call = call
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine.config.backend == "eager":
@@ -87,7 +103,8 @@ class CompiledCall:
             result = self.call(*args, **kwargs)
         if eager_reads and before is not None:
             engine.warned = True
-            _warn(list(eager_reads), list(_torch.graph_break_reasons() - before))
+            reasons = _torch.graph_break_reasons()
+            _warn(list(eager_reads), list(reasons - before or reasons))
         return result
 
 
@@ -97,5 +114,5 @@ def _warn(reads: list[str], reasons: list[str]) -> None:
     warnings.warn(
         f"parameters are read outside of compiled graphs, which is right but slower: {shown}; torch.compile left the "
         f"graph because: {reason}; fullgraph=True makes this an error",
-        stacklevel=4,
+        stacklevel=5,
     )

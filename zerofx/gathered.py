@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 REMEDY = (
     "this is a gathered copy of a sharded parameter, so writing to it would be lost: write to the stored part, "
@@ -27,11 +27,14 @@ class Gathered(Tensor):
         if _writes(func, args, kwargs):
             raise RuntimeError(REMEDY)
         with torch._C.DisableTorchFunctionSubclass():
-            plain_args, plain_kwargs = tree_map_only(Gathered, lambda t: t.as_subclass(Tensor), (args, kwargs))
-            result = func(*plain_args, **plain_kwargs)
-            if func in (Tensor.data.__get__, Tensor.detach):  # type: ignore[attr-defined]
-                return Gathered.of(result)
-        return result
+            plain = tree_map_only(Gathered, lambda t: t.as_subclass(Tensor), (args, kwargs))
+            result = func(*plain[0], **plain[1])
+            storages = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Gathered)}
+            return tree_map_only(Tensor, lambda t: cls.of(t) if _storage(t) in storages else t, result)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
@@ -41,7 +44,7 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "__set__" and isinstance(args[0], Gathered):
         return func is not Tensor.grad.__set__  # type: ignore[attr-defined]
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
-    return in_place and bool(args) and isinstance(args[0], Gathered)
+    return in_place and bool(args) and any(isinstance(t, Gathered) for t in tree_leaves(args[0]))
 
 
 IN_PLACE_OPERATORS = frozenset(

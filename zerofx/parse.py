@@ -161,7 +161,7 @@ class _GraphReader(Reader):
         if node.name != name or name in DTYPES:
             self.fail(where, f"a node can't have the name {name!r}")
         if written is not None:
-            node.meta["zerofx"] = self.tag(written)
+            self.stamp(node, written)
         self.env[name] = node
         return node
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 import zerofx.ops  # noqa: F401  the text may call its ops
 from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh
+from zerofx.passes.release_after_use import GRAPH_ID
 from zerofx.program import Tag
 from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, allowed
 
@@ -83,6 +86,14 @@ class Reader:
             case ast.Call(ast.Name(role), params, []):
                 return Tag(role, tuple(self.literal(param, str) for param in params))
         self.fail(expr, f"expected a tag, as role or role('parameter'), not {ast.unparse(expr)}")
+
+    def stamp(self, node: Node, expr: ast.expr) -> None:
+        """Puts the tag of a line on its node; `recompute=True` in it keeps a marker from being saved."""
+        match expr:
+            case ast.Call(role, params, [ast.keyword("recompute", ast.Constant(True))]):
+                node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": GRAPH_ID}
+                expr = ast.copy_location(ast.Call(role, params, []), expr)
+        node.meta["zerofx"] = self.tag(expr)
 
     def target(self, func: ast.expr) -> Callable[..., Any]:
         dotted = ast.unparse(func)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx._torch import OpOverload, argument_index, expression, symbol_hints
 from zerofx.layout import Layout, ParamLayout, PerRank
@@ -75,7 +76,7 @@ def show_node(node: Node, mesh: Mesh) -> str:
         return f"{node.name}: {_show_input(node)}{_show_tag(tag(node))}"
     if node.op == "output":
         return _show_outputs(node).strip()
-    return f"{node.name}: {_show_meta(node)}{_show_tag(tag(node))} = {_show_call(node, mesh)}"
+    return f"{node.name}: {_show_meta(node)}{_show_tag(tag(node), _recomputed(node))} = {_show_call(node, mesh)}"
 
 
 def show_type(value: Any) -> str:
@@ -137,10 +138,17 @@ def _symbols_without_input(inputs: list[Node]) -> dict[str, int]:
     return {name: hint for name, hint in sorted(hints.items()) if name not in bare}
 
 
-def _show_tag(known: Tag | None) -> str:
+def _show_tag(known: Tag | None, recomputed: bool = False) -> str:
     if known is None:
         return ""
-    return f" @ {known.role}({', '.join(map(repr, known.params))})" if known.params else f" @ {known.role}"
+    given = [*map(repr, known.params), *(["recompute=True"] if recomputed else [])]
+    return f" @ {known.role}({', '.join(given)})" if given else f" @ {known.role}"
+
+
+def _recomputed(node: Node) -> bool:
+    """Whether the node is a marker that the partition may not save; what takes a marker's place comes after it."""
+    marker = isinstance(node.target, OpOverload) and node.target.namespace == "zerofx"
+    return marker and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _show_call(node: Node, mesh: Mesh) -> str:

@@ -11,15 +11,15 @@ from torch import nn
 
 
 class StaleParameters:
-    """Parameters that sharding has replaced: an optimizer that holds one would update what nobody reads."""
+    """Parameters that have been replaced: an optimizer that holds one would update what nobody reads."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self.known: dict[int, tuple[weakref.ref[nn.Parameter], str, str]] = {}
         self.hook: Any = None
 
-    def add(self, param: nn.Parameter, name: str) -> None:
+    def add(self, param: nn.Parameter, name: str, event: str = "zerofx.compile") -> None:
         key = id(param)
-        self.known[key] = weakref.ref(param, lambda _: self.known.pop(key, None)), name
+        self.known[key] = weakref.ref(param, lambda _: self.known.pop(key, None)), name, event
         if self.hook is None:
             self.hook = register_optimizer_step_pre_hook(self.check)
 
@@ -28,10 +28,11 @@ class StaleParameters:
             return
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) in self.known and self.known[id(param)][0]() is param:
+                held, name, event = self.known.get(id(param), (None, "", ""))
+                if held is not None and held() is param:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} was built before zerofx.compile and holds the old parameter "
-                        f"{self.known[id(param)][1]!r}: build it from model.parameters() after zerofx.compile"
+                        f"this {type(optimizer).__name__} was built before {event} and holds the old parameter {name!r}: "
+                        "build it from model.parameters() afterwards"
                     )
 
 

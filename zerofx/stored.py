@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.layout import ParamLayout, chunk_rows, rows_at
+from zerofx.stale import STALE
 
 
 def distribute(whole: Tensor, like: DTensor) -> DTensor:
@@ -16,7 +20,7 @@ def distribute(whole: Tensor, like: DTensor) -> DTensor:
     local = whole.detach()
     if isinstance(placement, Shard):
         local = local_rows(local, placement.dim, mesh.size(), mesh.get_local_rank())
-    local = local.to(like.to_local().device)
+    local = local.to(like.to_local().device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=whole.shape, stride=contiguous_stride(whole.shape)
     )
@@ -50,4 +54,23 @@ def stored_part(param: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh) -> n
         new._post_accumulate_grad_hooks = hooks
     if param.grad is not None:
         new.grad = distribute(param.grad, part)
+    return new
+
+
+def converted(param: nn.Parameter, convert: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
+    """The parameter after `convert`: itself where nothing changes, else a new one, the same for tied places."""
+    with torch.no_grad():
+        value = cast("DTensor", convert(param))
+    if value.device.type != cast("DTensor", param).device_mesh.device_type:
+        raise RuntimeError(f"a compiled model stays on its device: move it to {value.device} before zerofx.compile")
+    if value.dtype == param.dtype:
+        return param
+    known = param.__dict__.get("_zerofx_converted")
+    if known is not None and known.dtype == value.dtype:
+        return cast("nn.Parameter", known)
+    new = nn.Parameter(value, requires_grad=param.requires_grad)
+    if param.grad is not None:
+        new.grad = convert(param.grad)
+    param.__dict__["_zerofx_converted"] = new
+    STALE.add(param, name, "a dtype conversion of the model")
     return new

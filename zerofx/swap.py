@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
 from zerofx.ops import unshard
-from zerofx.stored import distribute
+from zerofx.stored import converted, distribute
 
 READS = "_zerofx_reads"
 
@@ -48,11 +48,17 @@ class Running:
 RUNNING = Running()
 
 
-def _read_eagerly(module: nn.Module, name: str, whole: Tensor) -> Tensor:
-    if RUNNING.eager_reads:
-        RUNNING.eager_reads[-1][f"{type(module).__name__}.{name}"] = None
-        return whole
-    return Gathered.of(whole)
+@torch.compiler.disable
+def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
+    """Reads a whole parameter outside of compiled code."""
+    try:
+        whole = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
+    except AttributeError as error:  # nn.Module would answer it with the shard itself
+        raise RuntimeError(f"unsharding {name} failed: {error}") from error
+    if not RUNNING.eager_reads:
+        return Gathered.of(whole)
+    RUNNING.eager_reads[-1][f"{type(module).__name__}.{name}"] = None
+    return whole
 
 
 @functools.cache
@@ -64,11 +70,9 @@ def _reader(name: str) -> property:
         how = self.__dict__[READS].get(name)
         if how is None or not isinstance(param, DTensor):
             return param
-        try:
-            whole = unshard(param.to_local(), how[0], how[1], how[2], how[3])
-            return whole if torch.compiler.is_compiling() else _read_eagerly(self, name, whole)
-        except AttributeError as error:  # nn.Module would answer it with the shard itself
-            raise RuntimeError(f"unsharding {name} failed: {error}") from error
+        if torch.compiler.is_compiling():
+            return unshard(param.to_local(), *how)
+        return _read_outside(self, name, how)
 
     never_compile_alone(read)
     return property(read, functools.partial(_refuse_write, name))
@@ -106,6 +110,15 @@ class Sharded(nn.Module):
                 if value.shape == param.shape:
                     state_dict[prefix + name] = distribute(value, param)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Conversions such as `model.double()`: a sharded parameter is replaced by a new one, as an overwrite."""
+        own = {name: param for name, param in self._parameters.items() if isinstance(param, DTensor)}
+        self._parameters.update(dict.fromkeys(own))
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters.update({name: converted(param, fn, name) for name, param in own.items()})
 
     def get_parameter(self, target: str) -> nn.Parameter:
         path, _, name = target.rpartition(".")
