@@ -51,7 +51,7 @@ def choose_layout(params: Iterable[ParamLayout], world: int, stage: int, persist
 
 @dataclass(frozen=True)
 class ChooseLayout:
-    """Inputs tagged `param` (whole) become `shard` or `replica`; inputs that already are one of those stay as they are."""
+    """Inputs tagged `param` (whole) become `shard` or `replica`; those that already are one of these stay."""
 
     name: ClassVar[str] = "choose-layout"
     level: ClassVar[Level] = Level.LOGICAL
@@ -65,7 +65,9 @@ class ChooseLayout:
 
     def __call__(self, program: Program) -> None:
         axis = program.mesh.axis("dp")
-        names = {t.params[0] for g in program.graphs.values() for n in placeholders(g) if (t := tag(n)) and t.role == "param"}
+        names = {
+            t.params[0] for g in program.graphs.values() for n in placeholders(g) if (t := tag(n)) and t.role == "param"
+        }
         if not names:
             return
         whole = choose_layout([p for p in program.layout if p.name in names], axis.size, self.stage, self.persist_below)

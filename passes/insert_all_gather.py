@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from zerofx.edit import Replacement
 from zerofx.layout import ParamLayout, PerRank
-from zerofx.program import Invariant, Level, Program, output_tags, outputs
+from zerofx.program import Invariant, Level, Program, group, marked_param, output_tags, outputs, source
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 
@@ -30,8 +30,8 @@ class InsertAllGather:
         for graph in program.graphs.values():
             seen = {v for v, t in zip(outputs(graph), output_tags(graph), strict=True) if t and t.role == "out"}
             for marker in graph.find_nodes(op="call_function", target=zerofx.unshard.default):
-                param = program.layout[marker.meta["zerofx"].params[0]]
-                world = program.mesh.axis_of_group(marker.args[-1]).size
+                param = program.layout[marked_param(marker)]
+                world = program.mesh.axis_of_group(group(marker)).size
                 if param.dim is not None and world > 1:
                     _gather(marker, param, world)
                 else:
@@ -39,19 +39,18 @@ class InsertAllGather:
 
 
 def _gather(marker: Node, param: ParamLayout, world: int) -> None:
-    shard, dim, group = marker.args[0], param.dim, marker.args[-1]
+    chunk, dim = source(marker), param.dim
     assert dim is not None
     new, rank = Replacement(marker), len(param.size)
     order = [dim, *(d for d in range(rank) if d != dim)]
     uneven = param.size[dim] % world != 0
-    chunk = shard
     if uneven:
         padding = [0, 0] * (rank - 1 - dim) + [0, PerRank("pad", param.size[dim], world)]
         chunk = new.call(aten.constant_pad_nd.default, chunk, padding)
     if dim:
         chunk = new.call(aten.permute.default, chunk, order)
         chunk = new.call(aten.clone.default, chunk, memory_format=torch.contiguous_format)
-    whole = new.call(c10d.all_gather_into_tensor.default, chunk, world, group)
+    whole = new.call(c10d.all_gather_into_tensor.default, chunk, world, group(marker))
     whole = new.call(c10d.wait_tensor.default, whole)
     if uneven:
         whole = new.call(aten.slice.Tensor, whole, 0, 0, param.size[dim])
@@ -62,7 +61,7 @@ def _gather(marker: Node, param: ParamLayout, world: int) -> None:
 
 
 def _read(marker: Node, may_alias: bool) -> None:
-    new, stored = Replacement(marker), marker.args[0]
+    new, stored = Replacement(marker), source(marker)
     new.finish(stored if may_alias else new.call(aten.clone.default, stored))
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from zerofx.edit import Replacement
 from zerofx.layout import ParamLayout, PerRank, chunk_rows
-from zerofx.program import Invariant, Level, Program
+from zerofx.program import Invariant, Level, Program, group, marked_param, source
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 
@@ -29,10 +29,10 @@ class InsertReduceScatter:
     def __call__(self, program: Program) -> None:
         for graph in program.graphs.values():
             for marker in graph.find_nodes(op="call_function", target=zerofx.reduce_grad.default):
-                param = program.layout[marker.meta["zerofx"].params[0]]
-                world = program.mesh.axis_of_group(marker.args[-1]).size
+                param = program.layout[marked_param(marker)]
+                world = program.mesh.axis_of_group(group(marker)).size
                 if world == 1:
-                    Replacement(marker).finish(marker.args[0])
+                    Replacement(marker).finish(source(marker))
                 elif param.dim is None:
                     _all_reduce(marker)
                 else:
@@ -40,13 +40,13 @@ class InsertReduceScatter:
 
 
 def _all_reduce(marker: Node) -> None:
-    new, grad, group = Replacement(marker), marker.args[0], marker.args[-1]
-    mean = new.call(c10d.all_reduce.default, _contiguous(new, grad), "avg", group)
+    new = Replacement(marker)
+    mean = new.call(c10d.all_reduce.default, _contiguous(new, source(marker)), "avg", group(marker))
     new.finish(new.call(c10d.wait_tensor.default, mean))
 
 
 def _reduce_scatter(marker: Node, param: ParamLayout, world: int) -> None:
-    grad, dim, group = marker.args[0], param.dim, marker.args[-1]
+    grad, dim = source(marker), param.dim
     assert dim is not None
     new, rank, rows = Replacement(marker), len(param.size), param.size[dim]
     order = [dim, *(d for d in range(rank) if d != dim)]
@@ -56,7 +56,7 @@ def _reduce_scatter(marker: Node, param: ParamLayout, world: int) -> None:
         grad = new.call(aten.constant_pad_nd.default, grad, padding)
     if dim:
         grad = new.call(aten.permute.default, grad, order)
-    mean = new.call(c10d.reduce_scatter_tensor.default, _contiguous(new, grad), "avg", world, group)
+    mean = new.call(c10d.reduce_scatter_tensor.default, _contiguous(new, grad), "avg", world, group(marker))
     mean = new.call(c10d.wait_tensor.default, mean)
     if uneven:
         mean = new.call(aten.slice.Tensor, mean, 0, 0, PerRank("rows", rows, world))

@@ -15,7 +15,7 @@ aten, zerofx = torch.ops.aten, torch.ops.zerofx
 
 @dataclass(frozen=True)
 class MergeReads:
-    """Tied, reused and checkpointed parameters travel once a graph: one unshard, one reduce_grad of the summed gradients."""
+    """Tied, reused and checkpointed parameters travel once a graph: one unshard, one reduce_grad of the sum."""
 
     name: ClassVar[str] = "merge-reads"
     level: ClassVar[Level] = Level.LOGICAL

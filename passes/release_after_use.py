@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerofx.program import Invariant, Level, Program
+from zerofx.program import Invariant, Level, Program, marked_param
 
 # Larger than the number of any activation-checkpoint region, so that no region boundary makes a gather a saved value.
 GRAPH_ID = 1_000_000_000
@@ -28,6 +28,6 @@ class ReleaseAfterUse:
     def __call__(self, program: Program) -> None:
         for graph in program.graphs.values():
             for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
-                if program.layout[node.meta["zerofx"].params[0]].dim is not None:
+                if program.layout[marked_param(node)].dim is not None:
                     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                     node.meta["ac_graph_id"] = GRAPH_ID

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo as _dynamo
@@ -22,17 +22,23 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
+F = TypeVar("F", bound=Callable[..., Any])
 OpOverload = torch._ops.OpOverload
 
 
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
-    return cast(int, _c10d._resolve_process_group(group).size())
+    return int(cast(Any, _c10d)._resolve_process_group(group).size())
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:
     """Keeps Dynamo from compiling the function as a frame of its own; it is still traced into by a caller's frame."""
     _skip_code(function.__code__)
+
+
+def outside_graphs(function: F) -> F:
+    """Makes Dynamo leave its graph for a call of the function, and come back for what the function calls."""
+    return cast(F, cast(Any, torch.compiler).disable(function, recursive=False))
 
 
 def hook_guards() -> AbstractContextManager[Any]:
@@ -105,7 +111,9 @@ class _Partition(CustomPartitionerFn):
     def __init__(self, partition: Callable[..., Any], uuid: str) -> None:
         self.partition, self._uuid = partition, uuid
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         return cast("tuple[GraphModule, GraphModule]", self.partition(gm, joint_inputs, **kwargs))
 
     def uuid(self) -> str:

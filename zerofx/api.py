@@ -1,4 +1,4 @@
-"""`zerofx.compile`: checks the model and the arguments on every rank, shards the parameters, and hands over to the engine."""
+"""`zerofx.compile`: checks model and arguments on every rank, shards the parameters, hands over to the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import _torch
 from zerofx.agree import agree
 from zerofx.check_model import ModelError, find_owners, refuse_model
 from zerofx.config import Config, Rewrite
@@ -19,7 +18,7 @@ from zerofx.layout import Layout
 from zerofx.manager import Pass, validate
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
-from zerofx.shard import shard_parameters, sync_module
+from zerofx.shard import Owner, shard_parameters, sync_module
 from zerofx.swap import swap_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,7 +64,8 @@ def compile(  # noqa: A001
     """
     problem: Exception | None = None
     facts: dict[str, Any] = {}
-    config, owners, order = Config(), [], ()
+    config, owners = Config(), list[Owner]()
+    order: tuple[Pass, ...] = ()
     device_mesh = data_parallel_mesh(mesh, _device_of(model))
     group = None if device_mesh is None else device_mesh.get_group()
     try:

@@ -28,9 +28,7 @@ def interpret(capture: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Compi
     return _torch.aot_compile(gm, inputs, runner, infer, capture.partition)
 
 
-def inductor(
-    capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any], use_caches: bool = True
-) -> Compiled:
+def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any], use_caches: bool = True) -> Compiled:
     """Compiles the rewritten graphs; both compile caches hit as long as `uuid` stays the same."""
 
     def infer(graph: torch.fx.Graph) -> None:

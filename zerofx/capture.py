@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
@@ -15,7 +15,18 @@ from zerofx.edit import map_per_rank, set_local_rows
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.manager import Pass, Step, run
 from zerofx.mesh import Mesh
-from zerofx.program import Level, Program, Tag, output_node, output_tags, outputs, placeholders, tag
+from zerofx.program import (
+    Level,
+    Program,
+    Tag,
+    marked_param,
+    output_node,
+    output_tags,
+    outputs,
+    placeholders,
+    source,
+    tag,
+)
 from zerofx.text import show
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
@@ -34,12 +45,12 @@ class Capture:
     kind: str = ""
     steps: list[Step] = field(default_factory=list)
 
-    def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Runs the logical passes on a joint graph, cuts it into forward and backward, and runs the physical passes."""
         self.kind = "train"
         program = self._start("joint", joint.graph)
         joint.recompile()
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         program.graphs = {"forward": forward.graph, "backward": backward.graph}
         _tag_halves(program, output_tags(joint.graph))
         program.level = Level.PHYSICAL
@@ -89,16 +100,16 @@ def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Me
     _drop_own_views(graph)
     tags: list[Tag | None] = []
     out = output_node(graph)
-    out.args = (tuple(out.args[0]),)
     for value, desc in zip(outputs(graph), out.meta["desc"], strict=True):
         if not _torch.is_gradient(desc):
             tags.append(Tag("out"))
             continue
         name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
-        ours = name is not None and value is not None and isinstance(value.meta.get("val"), torch.Tensor)
-        tags.append(Tag("grad", (name,)) if ours else None)
-        if ours:
-            _tag_reductions(value, name)
+        if name is None or value is None or not isinstance(value.meta.get("val"), torch.Tensor):
+            tags.append(None)
+            continue
+        tags.append(Tag("grad", (name,)))
+        _tag_reductions(value, name)
     out.meta["zerofx"] = tuple(tags)
     _make_neutral(graph, layout, mesh.axis("dp").size)
 
@@ -112,10 +123,11 @@ def _input_role(desc: Any, param: ParamLayout) -> str:
 def _drop_own_views(graph: Graph) -> None:
     """DTensor views a stored part as itself on the way in and out; such views name rows that differ by rank."""
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        (source, size), known = node.args, tag(node.args[0])
-        stored = source.op == "placeholder" and known is not None and known.role in ("shard", "replica")
-        if (stored or source.target is zerofx.reduce_grad.default) and list(source.meta["val"].shape) == list(size):
-            node.replace_all_uses_with(source)
+        part, known = source(node), tag(source(node))
+        stored = part.op == "placeholder" and known is not None and known.role in ("shard", "replica")
+        same = part.meta["val"].shape == node.meta["val"].shape
+        if same and (stored or part.target is zerofx.reduce_grad.default):
+            node.replace_all_uses_with(part)
             graph.erase_node(node)
 
 
@@ -133,13 +145,13 @@ def _make_neutral(graph: Graph, layout: Layout, world: int) -> None:
     """Replaces what differs by rank: the number of rows that this one stores."""
     for node in graph.nodes:
         if node.target is zerofx.unshard.default:
-            node.meta["zerofx"] = Tag("unshard", node.args[0].meta["zerofx"].params)
+            node.meta["zerofx"] = Tag("unshard", (marked_param(source(node)),))
             rows_at = 3
         elif node.target is zerofx.reduce_grad.default:
             rows_at = 2
         else:
             continue
-        param = layout[node.meta["zerofx"].params[0]]
+        param = layout[marked_param(node)]
         if param.dim is not None:
             args = list(node.args)
             args[rows_at] = PerRank("rows", param.size[param.dim], world)
@@ -149,9 +161,6 @@ def _make_neutral(graph: Graph, layout: Layout, world: int) -> None:
 
 def _tag_halves(program: Program, joint: tuple[Tag | None, ...]) -> None:
     """Tags the outputs of forward and backward; their other nodes bring their tags along."""
-    for name, graph in program.graphs.items():
-        out = output_node(graph)
-        out.args = (tuple(out.args[0]),)
     forward, backward = program.graphs["forward"], program.graphs["backward"]
     descs = output_node(forward).meta["desc"]
     output_node(forward).meta["zerofx"] = tuple(Tag("saved") if _torch.is_saved(d) else Tag("out") for d in descs)

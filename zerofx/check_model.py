@@ -26,7 +26,9 @@ def refuse_model(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ModelError(f"torch.compile was already applied to {where}: pass the model itself, zerofx compiles it")
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ModelError(f"{where} is wrapped in DistributedDataParallel: pass the model itself, zerofx reduces gradients")
+            raise ModelError(
+                f"{where} is wrapped in DistributedDataParallel: pass the model itself, zerofx reduces gradients"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(f"{where} is a ScriptModule, which cannot be traced: pass the Python module")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -63,13 +65,17 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"parameter {name!r} is not initialised yet: run the lazy module once before zerofx.compile")
     if isinstance(param, DTensor):
-        raise ModelError(f"parameter {name!r} is a DTensor already: pass the model before it is sharded or parallelised")
+        raise ModelError(
+            f"parameter {name!r} is a DTensor already: pass the model before it is sharded or parallelised"
+        )
     if param.is_meta:
-        raise ModelError(f"parameter {name!r} is on the meta device: initialise it on its real device before zerofx.compile")
+        raise ModelError(
+            f"parameter {name!r} is on the meta device: initialise it on its real device before zerofx.compile"
+        )
     if param.is_complex():
         raise ModelError(
-            f"parameter {name!r} is complex, which cannot be reduced: store it as two real ones (torch.view_as_real), or "
-            "pass it in ignored_params"
+            f"parameter {name!r} is complex, which cannot be reduced: store it as two real ones (torch.view_as_real), "
+            "or pass it in ignored_params"
         )
 
 
@@ -82,8 +88,8 @@ def _refuse_copies(model: nn.Module, owners: dict[int, Owner]) -> None:
                 if id(tensor) in owners:
                     where = f"{prefix}.{attribute}" if prefix else attribute
                     raise ModelError(
-                        f"parameter {owners[id(tensor)].layout.name!r} is also kept in the attribute {where!r}, which would "
-                        "go on holding the old one: read it from its module instead"
+                        f"parameter {owners[id(tensor)].layout.name!r} is also kept in the attribute {where!r}, "
+                        "which would go on holding the old one: read it from its module instead"
                     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 from zerofx.textgraph import GraphText, Line, ProgramText
 
@@ -17,7 +18,9 @@ COLOURS = {
 def draw_svg(program: ProgramText, path: Path) -> None:
     """Writes the SVG. Raises RuntimeError where pydot or graphviz is missing."""
     if shutil.which("dot") is None:
-        raise RuntimeError("drawing needs the program `dot`: install graphviz, for example with `apt-get install graphviz`")
+        raise RuntimeError(
+            "drawing needs the program `dot`: install graphviz, for example with `apt-get install graphviz`"
+        )
     try:
         pydot = importlib.import_module("pydot")
     except ImportError as error:
@@ -31,19 +34,21 @@ def draw_svg(program: ProgramText, path: Path) -> None:
     dot.write_svg(str(path))
 
 
-def _fill(cluster: object, graph: GraphText, pydot: object) -> None:
+def _fill(cluster: Any, graph: GraphText, pydot: Any) -> None:
     known = {line.name for line in (*graph.inputs, *graph.lines)}
     for line in (*graph.inputs, *graph.lines):
-        cluster.add_node(pydot.Node(_key(graph, line.name), label=_label(line), fillcolor=COLOURS.get(line.role, "white")))  # type: ignore[attr-defined]
+        cluster.add_node(
+            pydot.Node(_key(graph, line.name), label=_label(line), fillcolor=COLOURS.get(line.role, "white"))
+        )
         for source in dict.fromkeys(line.reads):
             if source in known:
-                cluster.add_edge(pydot.Edge(_key(graph, source), _key(graph, line.name)))  # type: ignore[attr-defined]
+                cluster.add_edge(pydot.Edge(_key(graph, source), _key(graph, line.name)))
     for place, line in enumerate(graph.outputs):
         if line.name in known and line.role:
             key = _key(graph, f"output_{place}")
             label = _quoted(f"{line.role} {', '.join(line.params)}")
-            cluster.add_node(pydot.Node(key, label=label, shape="ellipse", fillcolor=COLOURS.get(line.role, "white")))  # type: ignore[attr-defined]
-            cluster.add_edge(pydot.Edge(_key(graph, line.name), key))  # type: ignore[attr-defined]
+            cluster.add_node(pydot.Node(key, label=label, shape="ellipse", fillcolor=COLOURS.get(line.role, "white")))
+            cluster.add_edge(pydot.Edge(_key(graph, line.name), key))
 
 
 def _key(graph: GraphText, name: str) -> str:

@@ -12,7 +12,15 @@ from torch.fx.node import map_aggregate
 from zerofx.layout import PerRank
 from zerofx.program import Tag, placeholders, tag
 
-INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "partitioner_tag", "seq_nr", "recompute", "ac_graph_id")
+INHERITED = (
+    "nn_module_stack",
+    "stack_trace",
+    "source_fn_stack",
+    "partitioner_tag",
+    "seq_nr",
+    "recompute",
+    "ac_graph_id",
+)
 
 
 def fake_mode(graph: Graph) -> Any:

@@ -92,7 +92,7 @@ class CompiledCall:
             call = torch.compile(call, backend=engine.backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
         self.call = call
 
-    @torch.compiler.disable(recursive=False)
+    @_torch.outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine.config.backend == "eager":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,11 +42,13 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     if isinstance(kwargs.get("out"), Gathered):
         return True
     if name == "__set__" and isinstance(args[0], Gathered):
-        return func is not Tensor.grad.__set__  # type: ignore[attr-defined]
+        return func is not GRAD_SETTER
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
     return in_place and bool(args) and any(isinstance(t, Gathered) for t in tree_leaves(args[0]))
 
 
+GRAD_SETTER = cast("Any", Tensor.grad).__set__
 IN_PLACE_OPERATORS = frozenset(
-    f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    f"__i{op}__"
+    for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 )

@@ -107,7 +107,9 @@ class Inspection:
         bound = 0
         for graph in self.graphs:
             program = read(graph.steps[-1].text)
-            rows += [_collective(graph.index, part.name, line, program) for part in program.graphs for line in _sent(part)]
+            rows += [
+                _collective(graph.index, part.name, line, program) for part in program.graphs for line in _sent(part)
+            ]
             bound += _bound(graph)
         return Collectives(tuple(rows), bound)
 
@@ -119,13 +121,15 @@ class Inspection:
 def inspect(model: nn.Module) -> Inspection:
     """What the passes made of the model's graphs so far; graphs are captured when the model is first called.
 
-    Raises ValueError for a model that zerofx.compile was not called on, or that has made no graph.
+    Raises TypeError for a model that zerofx.compile was not called on, and ValueError for one that has made no graph.
     """
     engine = model.__dict__.get("_zerofx_engine")
     if not isinstance(engine, Engine):
-        raise ValueError("zerofx.inspect needs a model that zerofx.compile was called on")
+        raise TypeError("zerofx.inspect needs a model that zerofx.compile was called on")
     if engine.config.backend == "eager":
-        raise ValueError("the eager backend makes no graph to inspect: compile with backend='interpreter' or 'inductor'")
+        raise ValueError(
+            "the eager backend makes no graph to inspect: compile with backend='interpreter' or 'inductor'"
+        )
     if not engine.captures:
         raise ValueError("nothing has been captured yet: call the model once")
     captures = enumerate(capture for capture in engine.captures if capture.steps)
@@ -147,7 +151,8 @@ def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Coll
 
 def _bound(graph: Graph) -> int:
     """The fewest bytes that the stage's policy allows for a graph: each parameter gathered once wherever it is needed
-    (forward, backward) and each gradient reduced once; a replicated one is all-reduced, which costs twice."""
+    (forward, backward) and each gradient reduced once; a replicated one is all-reduced, which costs twice.
+    """
     marked = read(next((step for step in graph.steps if step.name == "partition"), graph.steps[0]).text)
     world = marked.axes["dp"]
     total = 0

@@ -48,7 +48,9 @@ def validate(passes: Iterable[Pass]) -> None:
         level = step.level
         if missing := step.requires - holds:
             names = ", ".join(sorted(invariant.name for invariant in missing))
-            raise PassOrderError(f"pass {step.name} needs {names}, which no pass before it ensures: insert one that does")
+            raise PassOrderError(
+                f"pass {step.name} needs {names}, which no pass before it ensures: insert one that does"
+            )
         holds = (holds - step.breaks) | step.ensures
 
 

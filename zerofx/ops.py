@@ -6,7 +6,7 @@ Both have a real eager body, so a program that no pass has touched is already ri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from zerofx._torch import group_size
 from zerofx.layout import chunk_rows
 
-c10d = torch.ops._c10d_functional
+c10d = cast("Any", torch.ops._c10d_functional)
 REPLICATED = -1
 
 
@@ -30,7 +30,7 @@ def unshard(shard: Tensor, size: Sequence[int], dim: int, rows: int, group: str)
         return shard.clone()
     parts = group_size(group)
     padded = _pad_rows(shard, dim, chunk_rows(size[dim], parts) - rows).movedim(dim, 0).contiguous()
-    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(padded, parts, group))
+    whole: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(padded, parts, group))
     return whole[: size[dim]].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -42,10 +42,11 @@ def reduce_grad(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
     """
     parts = group_size(group)
     if dim == REPLICATED:
-        return c10d.wait_tensor(c10d.all_reduce(grad.contiguous(), "avg", group))
+        reduced: Tensor = c10d.wait_tensor(c10d.all_reduce(grad.contiguous(), "avg", group))
+        return reduced
     missing = chunk_rows(grad.shape[dim], parts) * parts - grad.shape[dim]
     padded = _pad_rows(grad, dim, missing).movedim(dim, 0).contiguous()
-    mean = c10d.wait_tensor(c10d.reduce_scatter_tensor(padded, "avg", parts, group))
+    mean: Tensor = c10d.wait_tensor(c10d.reduce_scatter_tensor(padded, "avg", parts, group))
     return mean[:rows].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 

@@ -144,7 +144,7 @@ class _GraphReader(Reader):
         )
         try:
             value = self.run.call(target, _values(node.args), _values(node.kwargs))
-        except Exception as error:  # noqa: BLE001  an op may raise anything
+        except Exception as error:
             self.fail(line, f"{ast.unparse(func)} can't be run on these arguments: {error}", error)
         if value is None and ast.unparse(kind) == "untyped":
             return

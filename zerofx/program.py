@@ -63,6 +63,22 @@ def output_tags(graph: Graph) -> tuple[Tag | None, ...]:
     return cast("tuple[Tag | None, ...]", output_node(graph).meta["zerofx"])
 
 
+def source(node: Node) -> Node:
+    """The node that a marker or collective reads: its first argument."""
+    return cast(Node, node.args[0])
+
+
+def marked_param(node: Node) -> str:
+    """The name of the parameter that a marker belongs to."""
+    (name,) = cast(Tag, tag(node)).params
+    return name
+
+
+def group(node: Node) -> str:
+    """The group of a marker or collective: its last argument."""
+    return cast(str, node.args[-1])
+
+
 def placeholders(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 

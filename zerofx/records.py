@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,8 +38,8 @@ def key(gm: GraphModule, inputs: Sequence[Any], digest: str) -> str:
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    shown = f"{type(value).__name__} {value.dtype} {value.device.type} {value.requires_grad} {list(map(str, value.shape))}"
-    return shown
+    shape = list(map(str, value.shape))
+    return f"{type(value).__name__} {value.dtype} {value.device.type} {value.requires_grad} {shape}"
 
 
 def save(name: str, capture: Capture) -> None:
@@ -51,7 +50,7 @@ def save(name: str, capture: Capture) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(gzip.compress(text.encode()))
-        os.replace(file.name, path)
+        Path(file.name).replace(path)
     except OSError:
         return
 

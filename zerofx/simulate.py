@@ -65,7 +65,8 @@ def scatter(whole: Tensor, param: ParamLayout, mesh: Mesh) -> list[Tensor]:
 
 def feed(program: Program, whole: Mapping[str, Tensor], rest: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Inputs for `simulate`: placeholders tagged `shard` or `replica` get their part of the parameter's whole value, by
-    name; the others get `rest`, in order."""
+    name; the others get `rest`, in order.
+    """
     graph, given = _order(program)[0], iter(rest)
     inputs: list[Sequence[Any]] = []
     for node in placeholders(graph):

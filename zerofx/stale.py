@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class StaleParameters:
@@ -31,8 +31,8 @@ class StaleParameters:
                 held, name, event = self.known.get(id(param), (None, "", ""))
                 if held is not None and held() is param:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} was built before {event} and holds the old parameter {name!r}: "
-                        "build it from model.parameters() afterwards"
+                        f"this {type(optimizer).__name__} was built before {event} and holds the old parameter "
+                        f"{name!r}: build it from model.parameters() afterwards"
                     )
 
 

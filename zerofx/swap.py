@@ -48,11 +48,11 @@ class Running:
 RUNNING = Running()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     """Reads a whole parameter outside of compiled code."""
     try:
-        whole = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
+        whole: Tensor = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
     except AttributeError as error:  # nn.Module would answer it with the shard itself
         raise RuntimeError(f"unsharding {name} failed: {error}") from error
     if not RUNNING.eager_reads:
@@ -96,27 +96,27 @@ class Sharded(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls = cast("Any", type(self))
-        return _rebuild, (cls.zerofx_base, cls.zerofx_names), self.__getstate__()
+        return _rebuild, (cls.zerofx_base, cls.zerofx_names), cast("Any", self).__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        cast("Any", super()).__setstate__(state)
         if attach := getattr(state.get("_zerofx_engine"), "attach", None):
             attach(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, param in self._parameters.items():
             value = state_dict.get(prefix + name)
-            if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-                if value.shape == param.shape:
-                    state_dict[prefix + name] = distribute(value, param)
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if plain and isinstance(param, DTensor) and value.shape == param.shape:
+                state_dict[prefix + name] = distribute(value, param)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Conversions such as `model.double()`: a sharded parameter is replaced by a new one, as an overwrite."""
-        own = {name: param for name, param in self._parameters.items() if isinstance(param, DTensor)}
+        own = {name: cast("nn.Parameter", p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self._parameters.update(dict.fromkeys(own))
         try:
-            return super()._apply(fn, recurse)
+            return cast("Any", super())._apply(fn, recurse)
         finally:
             self._parameters.update({name: converted(param, fn, name) for name, param in own.items()})
 
@@ -131,8 +131,8 @@ class Sharded(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not isinstance(param, DTensor):
             raise RuntimeError(
-                f"parameter {name!r} cannot be set on a compiled model, its gradient would not be reduced: set it before "
-                "zerofx.compile, or copy the values with load_state_dict"
+                f"parameter {name!r} cannot be set on a compiled model, its gradient would not be reduced: "
+                "set it before zerofx.compile, or copy the values with load_state_dict"
             )
         super().register_parameter(name, param)
 
@@ -157,8 +157,10 @@ class FlatWeights(Sharded, zerofx_made=True):
 
 @functools.cache
 def sharded_class(base: type, names: tuple[str, ...]) -> type:
-    """The class of a module of class `base` with sharded parameters `names`; one for all modules alike, so that
-    compiled code is shared between them."""
+    """The class of a module of class `base` with sharded parameters `names`.
+
+    It is one for all modules alike, so that compiled code is shared between them.
+    """
     mixin = FlatWeights if issubclass(base, nn.RNNBase) else Sharded
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -167,7 +169,7 @@ def sharded_class(base: type, names: tuple[str, ...]) -> type:
 
 
 def _rebuild(base: type, names: tuple[str, ...]) -> Any:
-    cls = sharded_class(base, names)
+    cls = cast("Any", sharded_class(base, names))
     return cls.__new__(cls)
 
 
@@ -177,4 +179,4 @@ def swap_class(module: nn.Module) -> None:
     names = tuple(name for name in module._parameters if name in reads)
     module.__dict__[READS] = {name: reads[name] for name in names}
     module.__dict__.pop("_flat_weights", None)
-    module.__class__ = sharded_class(type(module), names)
+    module.__class__ = sharded_class(cast("Any", type(module)), names)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NoReturn, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerofx.layout import PerRank
+from zerofx.layout import ParamLayout, PerRank
+from zerofx.mesh import Axis
 from zerofx.ops import REPLICATED
-from zerofx.program import Invariant, Program, Tag, output_node, output_tags, outputs, placeholders, tag
+from zerofx.program import Invariant, Program, Tag, marked_param, output_node, output_tags, outputs, placeholders, tag
 from zerofx.text import show_graph
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 UNSHARD, REDUCE = zerofx.unshard.default, zerofx.reduce_grad.default
 WAIT = c10d.wait_tensor.default
 GATHERS = {c10d.all_gather_into_tensor.default}
-REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+ALL_REDUCES = {c10d.all_reduce.default}
+REDUCTIONS = {c10d.reduce_scatter_tensor.default, *ALL_REDUCES}
 # Ops through which a gathered parameter stays the same data.
 SAME_DATA = {
-    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten.slice.Tensor,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.clone.default, aten.alias.default,
-    aten.detach.default, aten.constant_pad_nd.default, aten._to_copy.default, aten._unsafe_view.default, WAIT,
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default,
+    aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.expand.default,
+    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+    aten.as_strided.default, aten.view.dtype, aten.alias.default, aten.detach.default, operator.getitem,
+    aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default, aten._unsafe_view.default, WAIT,
     torch.ops.prims.convert_element_type.default,
 }  # fmt: skip
 
@@ -41,7 +47,7 @@ def check(program: Program) -> None:
             CHECKS[invariant](program)
 
 
-def _fail(program: Program, invariant: Invariant, node: Node, found: str, remedy: str) -> None:
+def _fail(program: Program, invariant: Invariant, node: Node, found: str, remedy: str) -> NoReturn:
     name = next(name for name, graph in program.graphs.items() if graph is node.graph)
     lines = show_graph(name, node.graph, program.mesh).splitlines()
     place = next((i for i, line in enumerate(lines) if line.strip().startswith(f"{node.name}:")), 0)
@@ -71,10 +77,15 @@ def _is_saved_only(graph: Graph, node: Node) -> bool:
     return all(known is not None and known.role == "saved" for value, known in pairs if value is node)
 
 
+def _param_of(program: Program, invariant: Invariant, marker: Node) -> ParamLayout:
+    known = tag(marker)
+    if known is None or not known.params:
+        _fail(program, invariant, marker, "it has no tag", "stamp it with the parameter that it stands for")
+    return program.layout[known.params[0]]
+
+
 def _marked(program: Program) -> None:
-    world = program.mesh.axis("dp").size
     for graph, node, known in _stored(program):
-        param = program.layout[known.params[0]]
         if known.role == "param":
             _fail(program, Invariant.MARKED, node, "it is a whole parameter", "run choose-layout first")
         for user in node.users:
@@ -83,25 +94,62 @@ def _marked(program: Program) -> None:
             if user.target is not UNSHARD:
                 found = f"the stored part is read by {user.name}"
                 _fail(program, Invariant.MARKED, node, found, "read it through zerofx::unshard")
-            size, dim, rows = user.args[1], user.args[2], user.args[3]
-            wanted = REPLICATED if param.dim is None else param.dim
-            held = 0 if param.dim is None else PerRank("rows", param.size[param.dim], world)
-            if tuple(size) != param.size or dim != wanted or rows != held:
-                found = f"it unshards {size} on dim {dim} with {rows} rows"
-                remedy = f"the layout says {list(param.size)} on dim {wanted} with {held} rows"
-                _fail(program, Invariant.MARKED, user, found, remedy)
+    for graph in program.graphs.values():
+        for node in graph.find_nodes(op="call_function", target=UNSHARD):
+            _check_unshard(program, node, _param_of(program, Invariant.MARKED, node))
+        for node in graph.find_nodes(op="call_function", target=REDUCE):
+            _check_reduce_grad(program, node, _param_of(program, Invariant.MARKED, node))
     for value, known in _gradients(program):
-        if not _comes_from(value, {REDUCE}):
+        if not _comes_from(value, Tag("reduce_grad", known.params)):
             found = f"the gradient of {known.params[0]} is not reduced"
             _fail(program, Invariant.MARKED, value, found, "pass it through zerofx::reduce_grad")
 
 
-def _comes_from(node: Node, targets: set[object]) -> bool:
-    """Whether every way from the node back leads to one of the targets, through sums and casts of the stored part."""
-    if node.target in targets:
-        return True
-    if node.target in {aten.add.Tensor, aten._to_copy.default, aten.mul.Tensor, *SAME_DATA}:
-        return all(_comes_from(arg, targets) for arg in node.all_input_nodes)
+def _check_unshard(program: Program, node: Node, param: ParamLayout) -> None:
+    source, size, dim, rows, group = cast("tuple[Node, list[int], int, int, str]", node.args)
+    known = tag(source)
+    if known is None or known.role not in ("shard", "replica") or known.params != (param.name,):
+        found = f"it unshards {source.name}"
+        _fail(program, Invariant.MARKED, node, found, f"unshard the stored part of {param.name}")
+    if tuple(size) != param.size or not _fits(program, param, dim, rows, group):
+        found = f"it unshards {list(size)} on dim {dim} with {rows} rows over {group}"
+        _fail(program, Invariant.MARKED, node, found, _layout_says(program, param))
+
+
+def _check_reduce_grad(program: Program, node: Node, param: ParamLayout) -> None:
+    grad, dim, rows, group = cast("tuple[Node, int, int, str]", node.args)
+    size = grad.meta["val"].shape
+    if _comes_from(grad, Tag("reduce_grad", (param.name,))):
+        _fail(program, Invariant.MARKED, node, f"{grad.name} is reduced already", "reduce each gradient once")
+    if tuple(size) != param.size or not _fits(program, param, dim, rows, group):
+        found = f"it reduces {list(size)} on dim {dim} with {rows} rows over {group}"
+        _fail(program, Invariant.MARKED, node, found, _layout_says(program, param))
+
+
+def _fits(program: Program, param: ParamLayout, dim: int, rows: int, group: str) -> bool:
+    """Whether a marker's last arguments are those of the layout, on every rank."""
+    axis = program.mesh.axis("dp")
+    if param.dim is None:
+        return (dim, group) == (REPLICATED, axis.group)
+    held = [rows.at(rank) if isinstance(rows, PerRank) else rows for rank in range(axis.size)]
+    wanted = [param.local_size(axis.size, rank)[param.dim] for rank in range(axis.size)]
+    return (dim, group, held) == (param.dim, axis.group, wanted)
+
+
+def _layout_says(program: Program, param: ParamLayout) -> str:
+    axis = program.mesh.axis("dp")
+    if param.dim is None:
+        return f"the layout says {list(param.size)}, replicated over {axis.group}"
+    held = PerRank("rows", param.size[param.dim], axis.size)
+    return f"the layout says {list(param.size)} on dim {param.dim} with {held} rows over {axis.group}"
+
+
+def _comes_from(node: Node, marker: Tag) -> bool:
+    """Whether every way from the node back leads to a marker of that tag, through sums and casts of the stored part."""
+    if node.target is REDUCE:
+        return tag(node) == marker
+    if node.target in {aten.add.Tensor, aten.mul.Tensor, *SAME_DATA}:
+        return all(_comes_from(arg, marker) for arg in node.all_input_nodes)
     return False
 
 
@@ -110,16 +158,16 @@ def _merged(program: Program) -> None:
         for graph in program.graphs.values():
             counts: Counter[str] = Counter()
             for node in graph.find_nodes(op="call_function", target=target):
-                name = node.meta["zerofx"].params[0]
+                name = marked_param(node)
                 counts[name] += 1
                 if counts[name] > 1:
-                    _fail(program, Invariant.MERGED, node, f"the second {target.name()} of {name}", remedy)
+                    _fail(program, Invariant.MERGED, node, f"the second {target} of {name}", remedy)
 
 
 def _released(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=UNSHARD):
-            cut = program.layout[node.meta["zerofx"].params[0]].dim is not None
+            cut = program.layout[marked_param(node)].dim is not None
             joint = "joint" in program.graphs
             if cut and joint and node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
                 _fail(program, Invariant.RELEASED, node, "it may be saved", "tag it MUST_RECOMPUTE")
@@ -146,40 +194,73 @@ def _gathered_origin(node: Node, program: Program) -> tuple[str, ...] | None:
 
 
 def _gathered(program: Program) -> None:
-    world = program.mesh.axis("dp").size
+    axis = program.mesh.axis("dp")
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=UNSHARD):
             _fail(program, Invariant.GATHERED, node, "a marker is left", "replace it by an all-gather")
     for graph, node, known in _stored(program):
-        if known.role != "shard" or world == 1:
-            continue
-        for user in node.users:
-            if user is output_node(graph) and _is_saved_only(graph, node):
-                continue
-            if tag(user) != Tag("unshard", known.params):
-                found = f"the shard is read by {user.name}"
-                _fail(program, Invariant.GATHERED, node, found, "read the gathered parameter")
+        if known.role == "shard" and axis.size > 1:
+            _check_is_gathered(program, graph, node, known)
     for graph in program.graphs.values():
         for node in graph.nodes:
-            if node.target in GATHERS and (known := tag(node)) and known.role == "unshard":
-                axis = program.mesh.axis_of_group(node.args[2])
-                if node.args[1] != axis.size:
-                    found = f"it gathers from {node.args[1]} ranks"
-                    _fail(program, Invariant.GATHERED, node, found, f"the axis {axis.name} has {axis.size}")
+            replaced = tag(node) if node.op == "call_function" else None
+            if replaced is None or replaced.role != "unshard":
+                continue
+            if node.target in GATHERS and (node.args[1], node.args[2]) != (axis.size, axis.group):
+                found = f"it gathers from {node.args[1]} ranks over {node.args[2]}"
+                remedy = f"the axis dp has {axis.size} ranks, over {axis.group}"
+                _fail(program, Invariant.GATHERED, node, found, remedy)
+            size = program.layout[replaced.params[0]].size
+            if any(tag(user) != replaced for user in node.users) and tuple(node.meta["val"].shape) != size:
+                found = f"it is read with the shape {list(node.meta['val'].shape)}"
+                _fail(program, Invariant.GATHERED, node, found, f"cut it to {list(size)} behind the all-gather")
+
+
+def _check_is_gathered(program: Program, graph: Graph, shard: Node, known: Tag) -> None:
+    """All that reads the shard is on its way to an all-gather, which only what replaced its marker is."""
+    todo = [shard]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if node is shard and user is output_node(graph) and _is_saved_only(graph, node):
+                continue
+            if user is output_node(graph) or tag(user) != Tag("unshard", known.params):
+                found = f"the shard is read by {user.name}"
+                _fail(program, Invariant.GATHERED, node, found, "read the gathered parameter")
+            if user.target not in GATHERS:
+                todo.append(user)
 
 
 def _reduced(program: Program) -> None:
-    world = program.mesh.axis("dp").size
+    axis = program.mesh.axis("dp")
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=REDUCE):
             _fail(program, Invariant.REDUCED, node, "a marker is left", "replace it by a reduction")
-    if world == 1:
+    if axis.size == 1:
         return
+    for graph in program.graphs.values():
+        for node in graph.nodes:
+            if node.target in REDUCTIONS and (known := tag(node)) and known.role == "reduce_grad":
+                _check_reduction(program, node, axis)
     for value, known in _gradients(program):
         count = _reductions_of(value, known)
         if count != 1:
             found = f"the gradient of {known.params[0]} passes {count} reductions"
             _fail(program, Invariant.REDUCED, value, found, "reduce it exactly once")
+        stored = program.layout[known.params[0]].local_size(axis.size, 0)
+        if tuple(value.meta["val"].shape) != stored:
+            found = f"the gradient of {known.params[0]} has the shape {list(value.meta['val'].shape)}"
+            _fail(program, Invariant.REDUCED, value, found, f"reduce it to the {list(stored)} that the rank stores")
+
+
+def _check_reduction(program: Program, node: Node, axis: Axis) -> None:
+    _, how, *ranks = node.args
+    if how != "avg":
+        _fail(program, Invariant.REDUCED, node, f"it reduces with {how!r}", "gradients are averaged: use 'avg'")
+    wanted = [axis.group] if node.target in ALL_REDUCES else [axis.size, axis.group]
+    if ranks != wanted:
+        found = f"it reduces over {', '.join(map(str, ranks))}"
+        _fail(program, Invariant.REDUCED, node, found, f"the axis dp is {', '.join(map(str, wanted))}")
 
 
 def _reductions_of(node: Node, grad: Tag) -> int:
