@@ -8,10 +8,11 @@ from math import prod
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from zerofx.edit import fake_mode, fake_result, like_size, stamp
 from zerofx.layout import Layout, ParamLayout, PerRank, chunk_rows
+from zerofx.mesh import Axis
 from zerofx.ops import REPLICATED
 from zerofx.program import Invariant, Level, Program, Tag, output_node, output_tags, outputs, placeholders, tag
 
@@ -74,11 +75,12 @@ class ChooseLayout:
         chosen = {param.name: param for param in whole}
         program.layout = Layout(tuple(chosen.get(param.name, param) for param in program.layout))
         for graph in program.graphs.values():
+            order = {node: place for place, node in enumerate(graph.nodes)}
             for node in placeholders(graph):
                 known = tag(node)
                 if known is not None and known.role == "param":
-                    _mark_reads(node, program.layout[known.params[0]], axis.size, axis.group)
-            _mark_gradients(program, graph, axis.size, axis.group)
+                    _mark_reads(node, program.layout[known.params[0]], axis, order)
+            _mark_gradients(program, graph, axis)
 
 
 def marker_args(param: ParamLayout, world: int, group: str) -> tuple[int, int, str]:
@@ -88,29 +90,33 @@ def marker_args(param: ParamLayout, world: int, group: str) -> tuple[int, int, s
     return param.dim, PerRank("rows", param.size[param.dim], world), group
 
 
-def _mark_reads(node: Node, param: ParamLayout, world: int, group: str) -> None:
+def _mark_reads(node: Node, param: ParamLayout, axis: Axis, order: dict[Node, int]) -> None:
+    """Reads the parameter before its first use, so that no other is gathered meanwhile."""
     graph = node.graph
-    with fake_mode(graph):
-        node.meta["val"] = like_size(node.meta["val"], param.local_size(world, 0))
+    if (local := param.local_size(axis.size, 0)) != param.size:
+        with fake_mode(graph):
+            node.meta["val"] = like_size(node.meta["val"], local)
     node.meta["zerofx"] = Tag("replica" if param.dim is None else "shard", (param.name,))
-    dim, rows, group = marker_args(param, world, group)
-    with graph.inserting_after(placeholders(graph)[-1]):
-        read = graph.call_function(zerofx.unshard.default, (node, list(param.size), dim, rows, group))
+    first = min(node.users, key=order.__getitem__, default=output_node(graph))
+    with graph.inserting_before(first):
+        args = (node, list(param.size), *marker_args(param, axis.size, axis.group))
+        read = graph.call_function(zerofx.unshard.default, args)
     stamp(read, "unshard", (param.name,))
     with fake_mode(graph):
         read.meta["val"] = fake_result(read)
     node.replace_all_uses_with(read, delete_user_cb=lambda user: user is not read)
 
 
-def _mark_gradients(program: Program, graph: torch.fx.Graph, world: int, group: str) -> None:
+def _mark_gradients(program: Program, graph: Graph, axis: Axis) -> None:
     out, values = output_node(graph), outputs(graph)
     for place, known in enumerate(output_tags(graph)):
         grad = values[place]
         if known is None or known.role != "grad" or grad is None or grad.target is zerofx.reduce_grad.default:
             continue
         param = program.layout[known.params[0]]
-        with graph.inserting_before(out):
-            reduced = graph.call_function(zerofx.reduce_grad.default, (grad, *marker_args(param, world, group)))
+        with graph.inserting_after(placeholders(graph)[-1] if grad.op == "placeholder" else grad):
+            args = (grad, *marker_args(param, axis.size, axis.group))
+            reduced = graph.call_function(zerofx.reduce_grad.default, args)
         stamp(reduced, "reduce_grad", (param.name,))
         with fake_mode(graph):
             reduced.meta["val"] = fake_result(reduced)

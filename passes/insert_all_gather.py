@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,7 +70,7 @@ def _reaches(node: Node, ends: set[Node | None]) -> bool:
     """Whether a user's output may be a view of the node."""
     if node in ends:
         return True
-    return any(_reaches(user, ends) for user in node.users if is_view(user))
+    return any(_reaches(user, ends) for user in node.users if is_view(user) or user.target is operator.getitem)
 
 
 def is_view(node: Node) -> bool:

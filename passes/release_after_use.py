@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
-from zerofx.program import Invariant, Level, Program, marked_param
-
-# Larger than the number of any activation-checkpoint region, so that no region boundary makes a gather a saved value.
-GRAPH_ID = 1_000_000_000
+from zerofx.program import Invariant, Level, Program, mark_recomputed, marked_param
 
 
 @dataclass(frozen=True)
@@ -29,5 +25,4 @@ class ReleaseAfterUse:
         for graph in program.graphs.values():
             for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
                 if program.layout[marked_param(node)].dim is not None:
-                    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                    node.meta["ac_graph_id"] = GRAPH_ID
+                    mark_recomputed(node)

@@ -1,1 +1,1 @@
-"""The tests, a package so that `tests.models` and `tests.training` import the same way in pytest and in pool workers."""
+"""The tests: a package, so that `tests.models` imports the same way in pytest and in the pool's workers."""

@@ -147,7 +147,7 @@ class Pool:
             self.close()
 
     def _collect(self, timeout: float) -> list[Outcome]:
-        """Every rank's outcome; after the first fault the others get GRACE_SECONDS, since they may wait for that rank."""
+        """Every rank's outcome; after the first fault the others, which may wait for that rank, get GRACE_SECONDS."""
         outcomes: dict[int, Outcome] = {}
         start = time.monotonic()
         limit = timeout

@@ -58,9 +58,7 @@ def micro_loss(case: Case, model: nn.Module, rank: int, step: int) -> torch.Tens
     return case.loss(model, case.batch(rank, step))
 
 
-def reference(
-    builder: Callable[[], Case], make_optimizer: MakeOptimizer, steps: int, world: int
-) -> Trained:
+def reference(builder: Callable[[], Case], make_optimizer: MakeOptimizer, steps: int, world: int) -> Trained:
     """Eager training in one process on all ranks' micro-batches, gradients averaged, buffers kept per rank.
 
     The buffers reported are rank 0's, as under DDP with `broadcast_buffers=False`.
@@ -76,9 +74,12 @@ def reference(
         for rank in range(world):
             _copy_buffers(model, buffers[rank])
             loss = micro_loss(case, model, rank, step)
-            (loss / world).backward()
+            loss.backward()
             losses[-1] += loss.item() / world
             buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world
         optimizer.step()
     _copy_buffers(model, buffers[0])
     return snapshot(model, losses)
@@ -98,7 +99,7 @@ def train(case: Case, make_optimizer: MakeOptimizer, steps: int, rank: int) -> T
 
 
 def compare(state: State, expected: State, rtol: float) -> dict[str, float]:
-    """The keys whose max|a-b| / (max|b| + 1e-6) exceeds `rtol`, worst first; a key, shape or dtype amiss is infinite."""
+    """The keys whose max|a-b| / (max|b| + 1e-6) exceeds `rtol`, worst first; infinite where they cannot be compared."""
     worst = {key: difference(state.get(key), expected.get(key)) for key in state.keys() | expected.keys()}
     order = sorted(worst, key=lambda key: (-worst[key], key))
     return {key: worst[key] for key in order if worst[key] > rtol}

@@ -1,4 +1,4 @@
-"""One rank of a `tests.pool.Pool`: runs the functions that arrive over a pipe and sends back what they return or raise."""
+"""One rank of a `tests.pool.Pool`: runs the functions that arrive over a pipe and sends their results back."""
 
 from __future__ import annotations
 

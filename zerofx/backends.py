@@ -18,7 +18,15 @@ def interpret(capture: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Compi
     """Runs the rewritten graphs node by node, and frees each value after its last use."""
 
     def runner(graph_module: GraphModule, _: Any) -> Compiled:
-        return _torch.boxed(Interpreter(graph_module).boxed_run)
+        interpreter = Interpreter(graph_module)
+
+        def run(args: list[Any]) -> Any:
+            try:
+                return interpreter.boxed_run(args)
+            finally:
+                interpreter.env.clear()  # it would hold the results until its next run
+
+        return _torch.boxed(run)
 
     def infer(graph_module: GraphModule, example_inputs: Any) -> Compiled:
         capture.infer(graph_module.graph)

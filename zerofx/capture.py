@@ -102,7 +102,7 @@ def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Me
     out = output_node(graph)
     for value, desc in zip(outputs(graph), out.meta["desc"], strict=True):
         if not _torch.is_gradient(desc):
-            tags.append(Tag("out"))
+            tags.append(Tag("out") if value is not None else None)
             continue
         name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
         if name is None or value is None or not isinstance(value.meta.get("val"), torch.Tensor):

@@ -27,7 +27,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """The program after one pass, as text, and the seconds that the pass and its checks took."""
+    """The program after one pass, as text, and the seconds of CPU time that the pass and its checks took."""
 
     name: str
     text: str
@@ -63,7 +63,7 @@ def run(program: Program, passes: Sequence[Pass]) -> list[Step]:
     for step in passes:
         if step.level is not program.level:
             continue
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             step(program)
             program.holds = (program.holds - step.breaks) | step.ensures
@@ -72,5 +72,5 @@ def run(program: Program, passes: Sequence[Pass]) -> list[Step]:
             before = ", ".join(s.name for s in steps) or "none"
             error.add_note(f"in pass {step.name} (passes before it at this level: {before})")
             raise
-        steps.append(Step(step.name, show(program), time.perf_counter() - start))
+        steps.append(Step(step.name, show(program), time.process_time() - start))
     return steps

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import cast
 
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.layout import Layout
 from zerofx.mesh import Mesh
@@ -77,6 +78,17 @@ def marked_param(node: Node) -> str:
 def group(node: Node) -> str:
     """The group of a marker or collective: its last argument."""
     return cast(str, node.args[-1])
+
+
+def mark_recomputed(node: Node) -> None:
+    """Tells the partition not to save the node's value for the backward, but to compute it again there."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    # Larger than the number of any activation-checkpoint region, so that no region's boundary makes it a saved value.
+    node.meta["ac_graph_id"] = 1_000_000_000
+
+
+def is_recomputed(node: Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def placeholders(graph: Graph) -> list[Node]:

@@ -8,14 +8,12 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 import zerofx.ops  # noqa: F401  the text may call its ops
 from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.passes.release_after_use import GRAPH_ID
-from zerofx.program import Tag
+from zerofx.program import Tag, mark_recomputed
 from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, allowed
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -91,7 +89,7 @@ class Reader:
         """Puts the tag of a line on its node; `recompute=True` in it keeps a marker from being saved."""
         match expr:
             case ast.Call(role, params, [ast.keyword("recompute", ast.Constant(True))]):
-                node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": GRAPH_ID}
+                mark_recomputed(node)
                 expr = ast.copy_location(ast.Call(role, params, []), expr)
         node.meta["zerofx"] = self.tag(expr)
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx._torch import OpOverload, argument_index, expression, symbol_hints
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import Program, Tag, output_node, placeholders, tag
+from zerofx.program import Program, Tag, is_recomputed, output_node, placeholders, tag
 
 WIDTH = 120
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -76,7 +75,7 @@ def show_node(node: Node, mesh: Mesh) -> str:
         return f"{node.name}: {_show_input(node)}{_show_tag(tag(node))}"
     if node.op == "output":
         return _show_outputs(node).strip()
-    return f"{node.name}: {_show_meta(node)}{_show_tag(tag(node), _recomputed(node))} = {_show_call(node, mesh)}"
+    return f"{node.name}: {_show_meta(node)}{_show_tag(tag(node), node)} = {_show_call(node, mesh)}"
 
 
 def show_type(value: Any) -> str:
@@ -138,17 +137,17 @@ def _symbols_without_input(inputs: list[Node]) -> dict[str, int]:
     return {name: hint for name, hint in sorted(hints.items()) if name not in bare}
 
 
-def _show_tag(known: Tag | None, recomputed: bool = False) -> str:
+def _show_tag(known: Tag | None, node: Node | None = None) -> str:
     if known is None:
         return ""
-    given = [*map(repr, known.params), *(["recompute=True"] if recomputed else [])]
+    given = [*map(repr, known.params), *(["recompute=True"] if node and _recomputed(node) else [])]
     return f" @ {known.role}({', '.join(given)})" if given else f" @ {known.role}"
 
 
 def _recomputed(node: Node) -> bool:
     """Whether the node is a marker that the partition may not save; what takes a marker's place comes after it."""
     marker = isinstance(node.target, OpOverload) and node.target.namespace == "zerofx"
-    return marker and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+    return marker and is_recomputed(node)
 
 
 def _show_call(node: Node, mesh: Mesh) -> str:

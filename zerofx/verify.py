@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
+from zerofx.edit import any_arg
 from zerofx.layout import ParamLayout, PerRank
-from zerofx.mesh import Axis
 from zerofx.ops import REPLICATED
-from zerofx.program import Invariant, Program, Tag, marked_param, output_node, output_tags, outputs, placeholders, tag
+from zerofx.program import (
+    Invariant,
+    Program,
+    Tag,
+    is_recomputed,
+    output_node,
+    output_tags,
+    outputs,
+    placeholders,
+    source,
+    tag,
+)
 from zerofx.text import show_graph
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 UNSHARD, REDUCE = zerofx.unshard.default, zerofx.reduce_grad.default
 WAIT = c10d.wait_tensor.default
 GATHERS = {c10d.all_gather_into_tensor.default}
-ALL_REDUCES = {c10d.all_reduce.default}
-REDUCTIONS = {c10d.reduce_scatter_tensor.default, *ALL_REDUCES}
+REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 # Ops through which a gathered parameter stays the same data.
 SAME_DATA = {
     aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default,
@@ -32,6 +41,7 @@ SAME_DATA = {
     aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default, aten._unsafe_view.default, WAIT,
     torch.ops.prims.convert_element_type.default,
 }  # fmt: skip
+SUMS = {aten.add.Tensor, aten.mul.Tensor, *SAME_DATA}
 
 
 class InvariantError(AssertionError):
@@ -106,51 +116,43 @@ def _marked(program: Program) -> None:
 
 
 def _check_unshard(program: Program, node: Node, param: ParamLayout) -> None:
-    source, size, dim, rows, group = cast("tuple[Node, list[int], int, int, str]", node.args)
-    known = tag(source)
+    stored, known = source(node), tag(source(node))
     if known is None or known.role not in ("shard", "replica") or known.params != (param.name,):
-        found = f"it unshards {source.name}"
+        found = f"it unshards {stored.name}"
         _fail(program, Invariant.MARKED, node, found, f"unshard the stored part of {param.name}")
-    if tuple(size) != param.size or not _fits(program, param, dim, rows, group):
-        found = f"it unshards {list(size)} on dim {dim} with {rows} rows over {group}"
-        _fail(program, Invariant.MARKED, node, found, _layout_says(program, param))
+    _check_marker(program, node, param, cast("list[int]", node.args[1]))
 
 
 def _check_reduce_grad(program: Program, node: Node, param: ParamLayout) -> None:
-    grad, dim, rows, group = cast("tuple[Node, int, int, str]", node.args)
-    size = grad.meta["val"].shape
+    grad = source(node)
     if _comes_from(grad, Tag("reduce_grad", (param.name,))):
         _fail(program, Invariant.MARKED, node, f"{grad.name} is reduced already", "reduce each gradient once")
-    if tuple(size) != param.size or not _fits(program, param, dim, rows, group):
-        found = f"it reduces {list(size)} on dim {dim} with {rows} rows over {group}"
-        _fail(program, Invariant.MARKED, node, found, _layout_says(program, param))
+    _check_marker(program, node, param, grad.meta["val"].shape)
 
 
-def _fits(program: Program, param: ParamLayout, dim: int, rows: int, group: str) -> bool:
-    """Whether a marker's last arguments are those of the layout, on every rank."""
+def _check_marker(program: Program, node: Node, param: ParamLayout, size: Iterable[int]) -> None:
     axis = program.mesh.axis("dp")
-    if param.dim is None:
-        return (dim, group) == (REPLICATED, axis.group)
-    held = [rows.at(rank) if isinstance(rows, PerRank) else rows for rank in range(axis.size)]
-    wanted = [param.local_size(axis.size, rank)[param.dim] for rank in range(axis.size)]
-    return (dim, group, held) == (param.dim, axis.group, wanted)
-
-
-def _layout_says(program: Program, param: ParamLayout) -> str:
-    axis = program.mesh.axis("dp")
-    if param.dim is None:
-        return f"the layout says {list(param.size)}, replicated over {axis.group}"
-    held = PerRank("rows", param.size[param.dim], axis.size)
-    return f"the layout says {list(param.size)} on dim {param.dim} with {held} rows over {axis.group}"
+    held = 0 if param.dim is None else PerRank("rows", param.size[param.dim], axis.size)
+    given = [tuple(size), *node.args[-3:]]
+    wanted = [param.size, REPLICATED if param.dim is None else param.dim, held, axis.group]
+    if repr(given) != repr(wanted):  # an int that is rank 0's number of rows is none of rows(...)
+        found = f"its size, dim, rows and group are {given}"
+        _fail(program, Invariant.MARKED, node, found, f"the layout says {wanted}")
 
 
 def _comes_from(node: Node, marker: Tag) -> bool:
     """Whether every way from the node back leads to a marker of that tag, through sums and casts of the stored part."""
-    if node.target is REDUCE:
-        return tag(node) == marker
-    if node.target in {aten.add.Tensor, aten.mul.Tensor, *SAME_DATA}:
-        return all(_comes_from(arg, marker) for arg in node.all_input_nodes)
-    return False
+    todo, seen = [node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node.target is not REDUCE and node.target not in SUMS:
+            return False
+        if node.target is REDUCE and tag(node) != marker:
+            return False
+        if node.target is not REDUCE and node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return True
 
 
 def _merged(program: Program) -> None:
@@ -158,7 +160,7 @@ def _merged(program: Program) -> None:
         for graph in program.graphs.values():
             counts: Counter[str] = Counter()
             for node in graph.find_nodes(op="call_function", target=target):
-                name = marked_param(node)
+                name = _param_of(program, Invariant.MERGED, node).name
                 counts[name] += 1
                 if counts[name] > 1:
                     _fail(program, Invariant.MERGED, node, f"the second {target} of {name}", remedy)
@@ -167,9 +169,9 @@ def _merged(program: Program) -> None:
 def _released(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=UNSHARD):
-            cut = program.layout[marked_param(node)].dim is not None
+            cut = _param_of(program, Invariant.RELEASED, node).dim is not None
             joint = "joint" in program.graphs
-            if cut and joint and node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
+            if cut and joint and not is_recomputed(node):
                 _fail(program, Invariant.RELEASED, node, "it may be saved", "tag it MUST_RECOMPUTE")
         for value, known in zip(outputs(graph), output_tags(graph), strict=True):
             if value is None or known is None or known.role != "saved":
@@ -204,16 +206,40 @@ def _gathered(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.nodes:
             replaced = tag(node) if node.op == "call_function" else None
-            if replaced is None or replaced.role != "unshard":
-                continue
-            if node.target in GATHERS and (node.args[1], node.args[2]) != (axis.size, axis.group):
-                found = f"it gathers from {node.args[1]} ranks over {node.args[2]}"
-                remedy = f"the axis dp has {axis.size} ranks, over {axis.group}"
-                _fail(program, Invariant.GATHERED, node, found, remedy)
-            size = program.layout[replaced.params[0]].size
-            if any(tag(user) != replaced for user in node.users) and tuple(node.meta["val"].shape) != size:
-                found = f"it is read with the shape {list(node.meta['val'].shape)}"
-                _fail(program, Invariant.GATHERED, node, found, f"cut it to {list(size)} behind the all-gather")
+            if replaced is not None and replaced.role == "unshard":
+                _check_gather(program, node, replaced)
+
+
+def _check_gather(program: Program, node: Node, known: Tag) -> None:
+    axis, param = program.mesh.axis("dp"), program.layout[known.params[0]]
+    if node.target in GATHERS and (node.args[1], node.args[2]) != (axis.size, axis.group):
+        found = f"it gathers from {node.args[1]} ranks over {node.args[2]}"
+        _fail(program, Invariant.GATHERED, node, found, f"the axis dp has {axis.size} ranks, over {axis.group}")
+    if node.target in GATHERS and _misses_per_rank(node, known, program):
+        remedy = f"pad them by pad({param.size[param.dim or 0]}, {axis.size})"
+        _fail(program, Invariant.GATHERED, node, "it gathers chunks that differ by rank", remedy)
+    size = list(node.meta["val"].shape)
+    if size != list(param.size) and any(tag(user) != known for user in node.users):
+        found, remedy = f"it is read with the shape {size}", f"cut it to {list(param.size)} behind the all-gather"
+        _fail(program, Invariant.GATHERED, node, found, remedy)
+
+
+def _misses_per_rank(node: Node, known: Tag, program: Program) -> bool:
+    """Whether rows are spread unevenly, but no int on the way to the node differs by rank."""
+    param, world = program.layout[known.params[0]], program.mesh.axis("dp").size
+    uneven = param.dim is not None and param.size[param.dim] % world != 0
+    return uneven and not any(any_arg(part.args, PerRank) for part in _chain(node, known))
+
+
+def _chain(node: Node, known: Tag) -> Iterator[Node]:
+    """The nodes of that tag on the way back from a node, as far as they go."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node not in seen and tag(node) == known:
+            seen.add(node)
+            todo += node.all_input_nodes
+            yield node
 
 
 def _check_is_gathered(program: Program, graph: Graph, shard: Node, known: Tag) -> None:
@@ -241,39 +267,32 @@ def _reduced(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.nodes:
             if node.target in REDUCTIONS and (known := tag(node)) and known.role == "reduce_grad":
-                _check_reduction(program, node, axis)
+                _check_reduction(program, node, program.layout[known.params[0]])
     for value, known in _gradients(program):
-        count = _reductions_of(value, known)
+        (name,) = known.params
+        chain = Tag("reduce_grad", (name,))
+        count = sum(node.target in REDUCTIONS for node in _chain(value, chain))
         if count != 1:
-            found = f"the gradient of {known.params[0]} passes {count} reductions"
+            found = f"the gradient of {name} passes {count} reductions"
             _fail(program, Invariant.REDUCED, value, found, "reduce it exactly once")
-        stored = program.layout[known.params[0]].local_size(axis.size, 0)
-        if tuple(value.meta["val"].shape) != stored:
-            found = f"the gradient of {known.params[0]} has the shape {list(value.meta['val'].shape)}"
-            _fail(program, Invariant.REDUCED, value, found, f"reduce it to the {list(stored)} that the rank stores")
+        size, stored = list(value.meta["val"].shape), list(program.layout[name].local_size(axis.size, 0))
+        if size != stored or _misses_per_rank(value, chain, program):
+            found = f"the gradient of {name} has the shape {size} on every rank"
+            _fail(program, Invariant.REDUCED, value, found, "cut it to the rows that each rank stores")
 
 
-def _check_reduction(program: Program, node: Node, axis: Axis) -> None:
-    _, how, *ranks = node.args
-    if how != "avg":
-        _fail(program, Invariant.REDUCED, node, f"it reduces with {how!r}", "gradients are averaged: use 'avg'")
-    wanted = [axis.group] if node.target in ALL_REDUCES else [axis.size, axis.group]
-    if ranks != wanted:
-        found = f"it reduces over {', '.join(map(str, ranks))}"
-        _fail(program, Invariant.REDUCED, node, found, f"the axis dp is {', '.join(map(str, wanted))}")
+def _check_reduction(program: Program, node: Node, param: ParamLayout) -> None:
+    axis = program.mesh.axis("dp")
+    right: tuple[Any, ...] = (c10d.reduce_scatter_tensor.default, "avg", axis.size, axis.group)
+    if param.dim is None:
+        right = (c10d.all_reduce.default, "avg", axis.group)
+    if (node.target, *node.args[1:]) != right:
+        found = f"it is {_call(node.target, *node.args[1:])}"
+        _fail(program, Invariant.REDUCED, node, found, f"{param.name} needs {_call(*right)}")
 
 
-def _reductions_of(node: Node, grad: Tag) -> int:
-    """Reductions tagged with the gradient's parameter on the way back from an output, as far as its chain goes."""
-    count, todo, seen = 0, [node], set[Node]()
-    while todo:
-        node = todo.pop()
-        if node in seen or tag(node) != Tag("reduce_grad", grad.params):
-            continue
-        seen.add(node)
-        count += node.target in REDUCTIONS
-        todo += node.all_input_nodes
-    return count
+def _call(target: Any, *args: Any) -> str:
+    return f"{target.name().split('::')[1]}({', '.join(map(repr, args))})"
 
 
 def _waited(program: Program) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Axis, Mesh
@@ -80,6 +81,24 @@ def test_parse_gives_layout_tags_and_per_rank_ints() -> None:
     assert [str(node) for node in outputs(forward)] == ["mm", "w", "s77", "None"]
     (pad,) = forward.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default)
     assert isinstance(pad.args[1][3], PerRank) and pad.args[1][3].at(1) == 1
+
+
+def test_a_marker_that_must_be_recomputed_is_shown_and_read_so() -> None:
+    text = """\
+mesh(dp=2)
+param('w', f32[4], dim=0)
+
+def joint(w: f32[2] @ shard('w')):
+    read: f32[4] @ unshard('w', recompute=True) = zerofx.unshard.default(w, [4], 0, rows(4, 2), 'dp')
+    again: f32[4] @ unshard('w') = zerofx.unshard.default(w, [4], 0, rows(4, 2), 'dp')
+    return [read, again]
+"""
+    program = parse(text)
+    assert show(program) == text
+    read, again = outputs(program.graphs["joint"])
+    assert tag(read) == tag(again) == Tag("unshard", ("w",))
+    policies = [node.meta.get("recompute") for node in (read, again)]
+    assert policies == [CheckpointPolicy.MUST_RECOMPUTE, None]
 
 
 def test_symbols_have_the_values_that_the_text_gives() -> None:
@@ -155,6 +174,7 @@ GRAPH = "mesh(dp=2)\ndef joint(x: f32[2, 3]):\n    {}\n    return [x]\n"
         (GRAPH.format("x: f32[2, 3] = aten.relu.default(x)"), "line 3: 'x' is defined twice"),
         (GRAPH.format("y = aten.relu.default(x)"), "line 3: expected `name: type = call"),
         (GRAPH.format("y: f32[2, 3] = aten.relu(x)"), "line 3: no op aten.relu;"),
+        (GRAPH.format("y: f32[2, 3] @ unshard('w', twice=True) = aten.relu.default(x)"), "line 3: expected a tag"),
         (GRAPH.format("y: f32[2, 3] = aten.rulu.default(x)"), "line 3: no op aten.rulu.default"),
         (GRAPH.format("y: f32[2, 3] = builtins.eval('x')"), "line 3: no op builtins.eval"),
         (GRAPH.format("y: f32[2, 3] = opaque('z')(x)"), "line 3: what is opaque can't be read back"),

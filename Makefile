@@ -1,0 +1,36 @@
+# The example, the tests and the checks, each in the environment .venv, which is made on first use.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RANKS ?= 2
+ARGS ?=
+PIP = .venv/bin/pip --disable-pip-version-check install -c constraints.txt
+
+.PHONY: train test test-full lint clean
+
+train: .venv/installed
+	OMP_NUM_THREADS=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train.py $(ARGS)
+
+test: .venv/installed-hf
+	.venv/bin/python -m pytest $(ARGS)
+
+test-full: .venv/installed-hf
+	.venv/bin/python -m pytest --full $(ARGS)
+
+lint: .venv/installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv .cache
+
+# torch comes first and alone: resolved together with the rest, pip may settle on another build of it.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[test]'
+	touch $@
+
+.venv/installed-hf: .venv/installed
+	$(PIP) -e '.[test,hf]'
+	touch $@

@@ -1,0 +1,119 @@
+"""What the passes make of a program has the bits of the program's results, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from tests.golden_files import CASES, Golden
+from tests.meaning import assert_same_bits, random_inputs, results, sharded
+from zerofx.manager import Pass, run
+from zerofx.passes.insert_all_gather import InsertAllGather
+from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
+from zerofx.passes.merge_reads import MergeReads
+from zerofx.passes.release_after_use import ReleaseAfterUse
+from zerofx.program import Program
+
+aten, zerofx = torch.ops.aten, torch.ops.zerofx
+WORLDS = (2, 3, 4)
+WHOLE = [path for path in CASES if path.parent.name == "choose_layout"]
+TIED = [path for path in WHOLE if path.stem in ("two_uses", "three_uses")]
+LATER = [path for path in CASES if path.parent.name != "choose_layout"]
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+def sharded_program(path: Path, world: int) -> Program:
+    """What choose_layout makes of its case over that many ranks."""
+    golden = Golden.read(path).at(world)
+    program = golden.program()
+    apply(program, golden.step)
+    return program
+
+
+def apply(program: Program, step: Pass) -> None:
+    program.level = step.level
+    run(program, [step])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("path", WHOLE, ids=name)
+def test_each_rank_gets_its_part_of_the_mean_of_whole_gradients(path: Path, world: int) -> None:
+    whole, program = Golden.read(path).at(world).program(), sharded_program(path, world)
+    inputs = random_inputs(whole)
+    assert_same_bits(results(program, *inputs), sharded(results(whole, *inputs), program))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("path", WHOLE, ids=name)
+def test_later_passes_change_no_bit(path: Path, world: int) -> None:
+    program = sharded_program(path, world)
+    inputs = random_inputs(program)
+    expected = results(program, *inputs)
+    for step in (MergeReads(), ReleaseAfterUse(), InsertAllGather(), InsertReduceScatter()):
+        apply(program, step)
+        assert_same_bits(results(program, *inputs), expected)
+
+
+@pytest.mark.parametrize("path", LATER, ids=name)
+def test_the_golden_program_has_the_results_of_the_one_above_it(path: Path) -> None:
+    golden = Golden.read(path)
+    program = golden.program()
+    # Merging adds before it averages, which rounds otherwise: it is compared where nothing is rounded.
+    inputs = random_inputs(program, exact=isinstance(golden.step, MergeReads))
+    expected = results(program, *inputs)
+    run(program, [golden.step])
+    assert_same_bits(results(program, *inputs), expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("path", TIED, ids=name)
+def test_merged_reads_round_as_one_rank_that_adds_its_gradients(path: Path, world: int) -> None:
+    program = sharded_program(path, world)
+    inputs = random_inputs(program)
+    expected = results(program, *inputs)
+    graph = program.graphs["joint"]
+    reads = separate_reads(graph)
+    assert markers(graph) == (reads, reads)
+    apply(program, MergeReads())
+    assert markers(graph) == (1, 1)
+    assert_same_bits(results(program, *inputs), expected)
+
+
+def markers(graph: Graph) -> tuple[int, int]:
+    reads, reductions = (
+        graph.find_nodes(op="call_function", target=op.default) for op in (zerofx.unshard, zerofx.reduce_grad)
+    )
+    return len(reads), len(reductions)
+
+
+def separate_reads(graph: Graph) -> int:
+    """Gives each term of a gradient's sum its own reduce_grad, and as many users of the parameter their own unshard."""
+    (read,) = graph.find_nodes(op="call_function", target=zerofx.unshard.default)
+    (reduction,) = graph.find_nodes(op="call_function", target=zerofx.reduce_grad.default)
+    terms = reduce_terms(reduction)
+    for user in list(read.users)[1:terms]:
+        with graph.inserting_before(user):
+            user.replace_input_with(read, graph.node_copy(read, lambda node: node))
+    return terms
+
+
+def reduce_terms(reduction: Node) -> int:
+    total = reduction.args[0]
+    if total.target is not aten.add.Tensor:
+        return 1
+    with reduction.graph.inserting_before(reduction):
+        left, right = (
+            reduction.graph.node_copy(reduction, lambda node, t=t: t if node is total else node) for t in total.args
+        )
+        add = reduction.graph.call_function(aten.add.Tensor, (left, right))
+    add.meta = {key: value for key, value in reduction.meta.items() if key != "zerofx"}
+    reduction.replace_all_uses_with(add)
+    for dead in (reduction, total):
+        reduction.graph.erase_node(dead)
+    return reduce_terms(left) + reduce_terms(right)

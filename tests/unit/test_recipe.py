@@ -1,0 +1,57 @@
+"""The recipe is a valid order of passes that each have one file, one name and one golden directory."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.golden_files import CASES, GOLDEN
+from zerofx import passes
+from zerofx.config import STAGES, Config
+from zerofx.manager import validate
+from zerofx.program import Level
+from zerofx.recipe import recipe
+
+FILES = sorted(path.stem for path in Path(passes.__file__).parent.glob("*.py") if path.stem != "__init__")
+
+
+def names(stage: int) -> list[str]:
+    return [step.name for step in recipe(Config(stage=stage))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_recipe_of_each_stage_is_a_valid_order(stage: int) -> None:
+    validate(recipe(Config(stage=stage)))
+
+
+def test_options_reach_the_passes() -> None:
+    first = recipe(Config(stage=3, persist_below=7))[0]
+    assert (first.name, first.stage, first.persist_below) == ("choose-layout", 3, 7)
+
+
+def test_only_stage_3_releases() -> None:
+    assert "release-after-use" in names(3)
+    assert names(0) == [name for name in names(3) if name != "release-after-use"]
+
+
+def test_every_file_is_a_pass_of_some_recipe() -> None:
+    assert {name for stage in STAGES for name in names(stage)} == {file.replace("_", "-") for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_pass_has_the_name_of_its_file(file: str) -> None:
+    module = importlib.import_module(f"zerofx.passes.{file}")
+    (kind,) = [value for value in vars(module).values() if hasattr(value, "requires") and isinstance(value, type)]
+    assert kind.name == file.replace("_", "-")
+    assert kind.__name__ == "".join(word.title() for word in file.split("_"))
+    assert isinstance(kind.level, Level) and kind.numerics in ("same", "changes")
+    assert is_dataclass(kind) and kind() == kind() and hash(kind()) == hash(kind())
+    assert module.__doc__.count("\n") == 0 and kind.__doc__
+
+
+def test_every_pass_has_golden_cases_under_its_name() -> None:
+    assert sorted(path.name for path in GOLDEN.iterdir()) == FILES
+    assert {path.parent.name for path in CASES} == set(FILES)

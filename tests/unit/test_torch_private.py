@@ -1,0 +1,66 @@
+"""The private torch APIs that zerofx uses are there, and take the parameters that it gives them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from zerofx import _torch
+
+desc, config = _torch._desc, torch._inductor.config
+CREATE = ("source", "dynamic_dim")
+CALLS: dict[Any, tuple[str, ...]] = {
+    _torch._aot_module_simplified: (
+        *("mod", "args", "fw_compiler", "bw_compiler", "inference_compiler", "partition_fn"),
+        "keep_inference_input_mutations",
+    ),
+    _torch._compile_fx: ("model_", "example_inputs_", "config_patches"),
+    _torch._cache_dir: (),
+    _torch._FakeTensorMode: ("shape_env",),
+    _torch._ConstantSource: ("source_name",),
+    _torch._ShapeEnv.create_symbol: CREATE,
+    _torch._ShapeEnv.create_unspecified_symbol: CREATE,
+    _torch._ShapeEnv.create_symintnode: ("sym", "hint", "source"),
+    _torch._ShapeEnv._generate_unique_id: ("source_name",),
+    _torch.CustomPartitionerFn.__call__: ("gm", "joint_inputs", "kwargs"),
+    _torch.CustomPartitionerFn.uuid: (),
+    _torch.CustomGraphPass.__call__: ("graph",),
+    _torch.CustomGraphPass.uuid: (),
+    desc.PlainAOTInput: ("idx",),
+    desc.GradAOTOutput: ("grad_of",),
+    desc.SubclassGetAttrAOTInput: ("base",),
+    desc.SubclassGetAttrAOTOutput: ("base",),
+    desc.TangentAOTInput: (),
+    desc.SavedForBackwardsAOTOutput: (),
+    desc.SavedForBackwardsNoVcCheckAOTOutput: (),
+}
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__qualname__)
+def test_what_is_called_takes_the_parameters_given(function: Callable[..., Any]) -> None:
+    assert set(CALLS[function]) <= set(inspect.signature(function).parameters)
+
+
+def test_what_has_no_signature_takes_what_is_given() -> None:
+    assert _torch._c10d._resolve_process_group.__doc__.startswith("_resolve_process_group(group_name: str)")
+    assert _torch._skip_code((lambda: 0).__code__) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "attributes"),
+    [
+        (_torch._dynamo.config, ["skip_nnmodule_hook_guards"]),
+        (_torch._dynamo.utils, ["counters"]),
+        (config, ["custom_partitioner_fn", "post_grad_custom_pre_pass", "reorder_for_peak_memory"]),
+        (config, ["force_disable_caches"]),
+        (_torch._ShapeEnv(), ["backed_var_to_val"]),
+        (_torch._DimDynamic, ["DYNAMIC"]),
+        (torch.ops.aten.add.Tensor, ["_schema", "namespace"]),
+    ],
+)
+def test_what_is_read_is_there(owner: Any, attributes: list[str]) -> None:
+    assert [name for name in attributes if not hasattr(owner, name)] == []

@@ -1,0 +1,93 @@
+"""The verifier refuses programs that break an invariant, and says which node, what was found and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.broken import (
+    ALLOWED,
+    GATHER_AGAIN,
+    GATHERED,
+    LOGICAL,
+    MARKED,
+    MERGED,
+    PHYSICAL,
+    REDUCED,
+    RELEASED,
+    WAITED,
+    Edit,
+)
+from zerofx.program import Invariant, Program
+from zerofx.text import parse
+from zerofx.verify import InvariantError, check
+
+
+def edited(text: str, edits: Iterable[Edit], holds: Iterable[Invariant]) -> Program:
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    program = parse(text)
+    program.holds = set(holds)
+    return program
+
+
+def refused(invariant: Invariant, text: str, *edits: Edit) -> str:
+    """What the verifier says of the edited text, without the sentence that is the invariant's own."""
+    with pytest.raises(InvariantError) as raised:
+        check(edited(text, edits, {invariant}))
+    said, near = str(raised.value).split("\n", 1)
+    start = f"{invariant.name} does not hold ({invariant.value}): "
+    assert said.startswith(start)
+    said = said.removeprefix(start)
+    assert said.split()[0] in near
+    return said
+
+
+BROKEN = [
+    pytest.param(invariant, text, edits, said, id=f"{invariant.name}-{name.replace(' ', '_')}")
+    for invariant, text, cases in (
+        (Invariant.MARKED, LOGICAL, MARKED),
+        (Invariant.MERGED, LOGICAL, MERGED),
+        (Invariant.GATHERED, PHYSICAL, GATHERED),
+        (Invariant.REDUCED, PHYSICAL, REDUCED),
+        (Invariant.WAITED, PHYSICAL, WAITED),
+    )
+    for name, (edits, said) in cases.items()
+]
+
+
+@pytest.mark.parametrize(("invariant", "text", "edits", "said"), BROKEN)
+def test_what_breaks_an_invariant_is_named(invariant: Invariant, text: str, edits: list[Edit], said: str) -> None:
+    assert refused(invariant, text, *edits) == said
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_gathered_parameter_is_not_saved_in_any_form(name: str) -> None:
+    saved = ("w @ saved", f"{name} @ saved")
+    assert refused(Invariant.RELEASED, PHYSICAL, *RELEASED[name], saved) == f"{name} in forward: {GATHER_AGAIN}"
+
+
+def test_a_gathered_parameter_is_not_left_to_the_partition() -> None:
+    said = refused(Invariant.RELEASED, LOGICAL, (", recompute=True", ""))
+    assert said == "read in joint: it may be saved; tag it MUST_RECOMPUTE"
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_keeps_the_invariants_is_not_refused(name: str) -> None:
+    text, edits = ALLOWED[name]
+    logical = {Invariant.MARKED, Invariant.MERGED, Invariant.RELEASED}
+    check(edited(text, edits, logical if text is LOGICAL else set(Invariant) - {Invariant.MARKED}))
+
+
+def test_reads_are_merged_when_each_half_has_its_own() -> None:
+    read = "read: f32[5] @ unshard('w') = zerofx.unshard.default(w, [5], 0, rows(5, 2), 'dp')"
+    halves = "".join(
+        f"def {name}(w: f32[3] @ shard('w')):\n    {read}\n    return []\n" for name in ("forward", "backward")
+    )
+    check(edited(f"mesh(dp=2)\nparam('w', f32[5], dim=0)\n{halves}", [], {Invariant.MARKED, Invariant.MERGED}))
+
+
+def test_only_what_holds_is_checked() -> None:
+    check(edited(LOGICAL, [("mine @ grad", "mm @ grad")], {Invariant.MERGED, Invariant.RELEASED}))
