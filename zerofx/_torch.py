@@ -17,6 +17,7 @@ from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_s
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
+from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
@@ -205,3 +206,8 @@ class FakeRun:
 def inductor_cache_dir() -> str:
     """The folder of Inductor's compile cache."""
     return _cache_dir()
+
+
+def is_handed_object(value: Any) -> bool:
+    """Whether a graph input stands for a Python object, as AOTAutograd hands the mesh of a DTensor through."""
+    return isinstance(value, _FakeScriptObject)

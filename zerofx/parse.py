@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from zerofx._torch import FakeRun, OpOverload, argument_index
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import Level, Program
+from zerofx.program import HandedThrough, Level, Program
 from zerofx.read import Reader, TextError, items, split_tag
 from zerofx.show import DTYPES, GROUPED, contiguous_stride, show_type
 
@@ -219,6 +219,8 @@ class _GraphReader(Reader):
                 return self.value(number)
             case ast.Name("none"):
                 return None
+            case ast.Name("object"):
+                return HandedThrough()
             case ast.Call(ast.Subscript() as tensor, strides, []):
                 return self.tensor(tensor, strides)
             case ast.Subscript():

@@ -44,6 +44,10 @@ class Tag:
     params: tuple[str, ...] = ()
 
 
+class HandedThrough:
+    """The value of an input that a graph only hands through, such as a DTensor's mesh."""
+
+
 def tag(node: Node) -> Tag | None:
     """The tag of a node, or None. Output nodes have `output_tags` instead."""
     return cast("Tag | None", node.meta.get("zerofx"))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zerofx._torch import OpOverload, argument_index, expression, symbol_hints
+from zerofx._torch import OpOverload, argument_index, expression, is_handed_object, symbol_hints
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import Program, Tag, is_recomputed, output_node, placeholders, tag
+from zerofx.program import HandedThrough, Program, Tag, is_recomputed, output_node, placeholders, tag
 
 WIDTH = 120
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -90,6 +90,8 @@ def show_type(value: Any) -> str:
         return f"sym({_show_symbolic(value)})"
     if isinstance(value, (bool, int, float)):
         return f"{type(value).__name__}({_show_value(value)})"
+    if isinstance(value, HandedThrough) or is_handed_object(value):
+        return "object"
     return _opaque(value)
 
 

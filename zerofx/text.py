@@ -17,6 +17,7 @@
   no input stands for are listed before the graph: `symbols(s27=3)`.
 - Groups are written as the names of the mesh's axes, and `c10d` stands for `torch.ops._c10d_functional`.
 - A node whose `meta` has no value, such as an assertion, is `untyped`.
+- An `object` is an input that is only handed through, such as a DTensor's mesh.
 - `opaque('...')` stands for what the text has no form for; it can be shown but not parsed.
 
 `Program.holds` isn't in the text, and its level follows from the graphs: see `parse`.

@@ -1,0 +1,39 @@
+"""The README's generated parts are what the code gives now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zerofx.__main__ import pass_table
+from zerofx.config import Config
+from zerofx.manager import run
+from zerofx.program import Invariant
+from zerofx.recipe import recipe
+from zerofx.text import parse, show
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def block(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert found
+    return found[1]
+
+
+def test_the_pass_table_is_the_recipe() -> None:
+    assert f"<!-- passes -->\n{pass_table()}\n" in README
+
+
+@pytest.mark.parametrize("invariant", Invariant)
+def test_each_invariant_is_listed(invariant: Invariant) -> None:
+    assert f"| `{invariant.name}` | {invariant.value} |" in README
+
+
+def test_the_graph_after_is_what_the_passes_make_of_the_graph_before() -> None:
+    program = parse(block("before"))
+    program.holds = {Invariant.MARKED, Invariant.MERGED, Invariant.RELEASED}
+    run(program, recipe(Config(stage=3)))
+    assert show(program) == block("after")
