@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.agree import agree
-from zerofx.check_model import ModelError, find_owners, refuse_model
+from zerofx.check_model import ModelError, find_owners, parameters_of, refuse_model
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
 from zerofx.groups import data_parallel_mesh, program_mesh
@@ -68,11 +68,13 @@ def compile(  # noqa: A001
     order: tuple[Pass, ...] = ()
     device_mesh = data_parallel_mesh(mesh, _device_of(model))
     group = None if device_mesh is None else device_mesh.get_group()
+    ignored = list[nn.Parameter]()
     try:
+        ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config)
         refuse_model(model)
-        owners = find_owners(model, list(ignored_params))
+        owners = find_owners(model, ignored)
         facts = config.facts() | {"torch's version": torch.__version__, "the passes": repr(order)}
         facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
         facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
@@ -89,15 +91,17 @@ def compile(  # noqa: A001
         assert group is not None
         rank = device_mesh.get_local_rank()
         if config.sync_init and device_mesh.size() > 1:
-            ignored = {id(param) for param in ignored_params}
+            done = {id(param) for param in ignored}
             for module in model.modules():
-                sync_module(module, group, ignored)
+                sync_module(module, group, done)
         for owner, chosen in zip(owners, layout, strict=True):
             owner.layout = chosen
         shard_parameters(owners, device_mesh, program.axis("dp").group)
         if "_zerofx_reads" not in model.__dict__:
             swap_class(model)
-    Engine(config, order, program, layout, rank).attach(model)
+    ids = {id(param) for param in ignored}
+    left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
+    Engine(config, order, program, layout, rank, left_alone).attach(model)
     return model
 
 
