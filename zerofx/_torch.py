@@ -88,11 +88,6 @@ def is_tangent(desc: Any) -> bool:
     return isinstance(desc, _desc.TangentAOTInput)
 
 
-def is_saved(desc: Any) -> bool:
-    """Whether a forward graph's output is kept for the backward."""
-    return isinstance(desc, (_desc.SavedForBackwardsAOTOutput, _desc.SavedForBackwardsNoVcCheckAOTOutput))
-
-
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """Marks a function that takes its inputs as one list, which it may empty."""
 
@@ -130,6 +125,9 @@ class _Partition(CustomPartitionerFn):
     def uuid(self) -> str:
         return self._uuid
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._uuid,)  # the compile caches make their keys of what is pickled: of nothing but the uuid
+
 
 class _Infer(CustomGraphPass):
     def __init__(self, infer: Callable[[Graph], None], uuid: str) -> None:
@@ -140,6 +138,9 @@ class _Infer(CustomGraphPass):
 
     def uuid(self) -> str:
         return self._uuid
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._uuid,)  # the compile caches make their keys of what is pickled: of nothing but the uuid
 
 
 def inductor_compile(

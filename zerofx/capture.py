@@ -51,8 +51,9 @@ class Capture:
         program = self._start("joint", joint.graph)
         joint.recompile()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        _put_objects_last(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
         program.graphs = {"forward": forward.graph, "backward": backward.graph}
-        _tag_halves(program, output_tags(joint.graph))
+        _tag_halves(program, output_tags(joint.graph), kwargs["num_fwd_outputs"])
         program.level = Level.PHYSICAL
         self._finish(program)
         forward.recompile()
@@ -159,12 +160,34 @@ def _make_neutral(graph: Graph, layout: Layout, world: int) -> None:
     set_local_rows(graph, {param.name: param.local_size(world, 0) for param in layout}, set())
 
 
-def _tag_halves(program: Program, joint: tuple[Tag | None, ...]) -> None:
-    """Tags the outputs of forward and backward; their other nodes bring their tags along."""
+def _put_objects_last(forward: Graph, backward: Graph, seen: int) -> None:
+    """Puts a DTensor's mesh behind the saved tensors, where AOTAutograd looks for objects.
+
+    The partition itself puts the random-number states of checkpointed regions behind the objects.
+    """
+    out = output_node(forward)
+    values = outputs(forward)
+    tensors = [value for value in values[seen:] if _is_tensor(value)]
+    out.args = ((*values[:seen], *tensors, *(value for value in values[seen:] if not _is_tensor(value))),)
+    inputs = placeholders(backward)
+    tangent = next((node for node in inputs if _torch.is_tangent(node.meta.get("desc"))), None)
+    for node in inputs:
+        if tangent is not None and _torch.is_handed_object(node.meta.get("val")):
+            tangent.prepend(node)
+
+
+def _is_tensor(value: Node | None) -> bool:
+    return value is not None and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _tag_halves(program: Program, joint: tuple[Tag | None, ...], seen: int) -> None:
+    """Tags the outputs of forward and backward; their other nodes bring their tags along.
+
+    The first `seen` outputs of the forward are those of the joint graph, the others are kept for the backward.
+    """
     forward, backward = program.graphs["forward"], program.graphs["backward"]
-    descs = output_node(forward).meta["desc"]
-    output_node(forward).meta["zerofx"] = tuple(Tag("saved") if _torch.is_saved(d) else Tag("out") for d in descs)
-    seen = sum(not _torch.is_saved(d) for d in descs)
+    saved = len(outputs(forward)) - seen
+    output_node(forward).meta["zerofx"] = (Tag("out"),) * seen + (Tag("saved"),) * saved
     output_node(backward).meta["zerofx"] = joint[seen:]
     for node in placeholders(backward):
         if (known := tag(node)) and known.role not in ("tangent", "shard", "replica", "param"):

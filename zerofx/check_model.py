@@ -20,7 +20,7 @@ class ModelError(ValueError):
 
 def parameters_of(ignored: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """What `ignored_params` holds. Raises ConfigError for anything but parameters, such as their names."""
-    found = list(ignored)
+    found = list(ignored) if isinstance(ignored, Iterable) else [ignored]
     for each in found:
         if not isinstance(each, nn.Parameter):
             raise ConfigError(f"zerofx.compile(ignored_params=...) takes parameters, not {type(each).__name__}")

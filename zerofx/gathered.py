@@ -39,12 +39,15 @@ def _storage(tensor: Tensor) -> int:
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if isinstance(kwargs.get("out"), Gathered):
+    if any(isinstance(t, Gathered) for t in tree_leaves(kwargs.get("out"))):
         return True
     if name == "__set__" and isinstance(args[0], Gathered):
         return func is not GRAD_SETTER
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
-    return in_place and bool(args) and any(isinstance(t, Gathered) for t in tree_leaves(args[0]))
+    if not in_place and kwargs.get("inplace") is not True:
+        return False
+    written = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes its tensor by name
+    return any(isinstance(t, Gathered) for t in tree_leaves(written))
 
 
 GRAD_SETTER = cast("Any", Tensor.grad).__set__

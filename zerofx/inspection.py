@@ -123,7 +123,7 @@ def inspect(model: nn.Module) -> Inspection:
 
     Raises TypeError for a model that zerofx.compile was not called on, and ValueError for one that has made no graph.
     """
-    engine = model.__dict__.get("_zerofx_engine")
+    engine = model.__dict__.get("_zerofx_engine") if isinstance(model, nn.Module) else None
     if not isinstance(engine, Engine):
         raise TypeError("zerofx.inspect needs a model that zerofx.compile was called on")
     if engine.config.backend == "eager":
