@@ -30,6 +30,7 @@ def compile(  # noqa: A001
     stage: int = 3,
     mesh: DeviceMesh | None = None,
     persist_below: int = 10_000,
+    bucket_mb: float = 25.0,
     ignored_params: Iterable[nn.Parameter] = (),
     sync_init: bool = True,
     backend: str = "inductor",
@@ -45,11 +46,13 @@ def compile(  # noqa: A001
 
     Args:
         model: the model, on the device it trains on, with the same structure on every rank.
-        stage: 3 stores each rank's part of the parameters, gathers them for use and releases them after it;
-            0 replicates them. Gradients have the placement of their parameters.
+        stage: 3 stores each rank's part of the parameters, gathers them for use and releases them after it; 1 and 2
+            store parts too, but keep what was gathered in the forward for the backward; 0 replicates the parameters.
+            Gradients have the placement of their parameters.
         mesh: a DeviceMesh of one dimension, or with one named `dp`, to shard over. Default: all ranks of the default
             group, which is made from torchrun's environment if need be; without either, one rank and no group.
         persist_below: parameters of fewer elements stay replicated.
+        bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes).
         ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.
         sync_init: start from the parameters and buffers of the group's first rank.
         backend: `inductor`; `interpreter` runs the rewritten graphs node by node; `eager` makes no graph at all.
@@ -69,7 +72,7 @@ def compile(  # noqa: A001
     device_mesh = data_parallel_mesh(mesh, _device_of(model))
     group = None if device_mesh is None else device_mesh.get_group()
     try:
-        config = Config(stage, persist_below, sync_init, backend, passes, dynamic, fullgraph)
+        config = Config(stage, persist_below, bucket_mb, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config)
         refuse_model(model)
         owners = find_owners(model, list(ignored_params))

@@ -26,6 +26,7 @@ class Invariant(Enum):
     MARKED = "parameters are read only by zerofx::unshard and their gradients leave only through zerofx::reduce_grad"
     MERGED = "each parameter is unsharded at most once a graph and its gradient reduced at most once"
     RELEASED = "no gathered parameter is saved for the backward"
+    KEPT = "no parameter is gathered again in the backward"
     GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
     REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
     WAITED = "the result of a collective is read only by wait_tensor"
@@ -84,11 +85,24 @@ def group(node: Node) -> str:
     return cast(str, node.args[-1])
 
 
+# Larger than the number of any activation-checkpoint region, so that no region's boundary makes a gather a saved value.
+REGION = 1_000_000_000
+
+
 def mark_recomputed(node: Node) -> None:
     """Tells the partition not to save the node's value for the backward, but to compute it again there."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    # Larger than the number of any activation-checkpoint region, so that no region's boundary makes it a saved value.
-    node.meta["ac_graph_id"] = 1_000_000_000
+    node.meta["ac_graph_id"] = REGION
+
+
+def mark_saved(node: Node) -> None:
+    """Tells the partition to save the node's value if the backward needs it, and never to compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = REGION
+
+
+def is_saved(node: Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def is_recomputed(node: Node) -> bool:

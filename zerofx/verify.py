@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.fx import Graph, Node
 
+from zerofx.collectives import WAIT, Collective, collective, is_bucket, is_gather, is_reduction
 from zerofx.edit import any_arg
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.ops import REPLICATED
@@ -18,6 +19,7 @@ from zerofx.program import (
     Program,
     Tag,
     is_recomputed,
+    is_saved,
     output_node,
     output_tags,
     outputs,
@@ -29,9 +31,6 @@ from zerofx.text import show_graph
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 UNSHARD, REDUCE = zerofx.unshard.default, zerofx.reduce_grad.default
-WAIT = c10d.wait_tensor.default
-GATHERS = {c10d.all_gather_into_tensor.default}
-REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 # Ops through which a gathered parameter stays the same data.
 SAME_DATA = {
     aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default,
@@ -182,11 +181,21 @@ def _released(program: Program) -> None:
                 _fail(program, Invariant.RELEASED, value, found, "save the shard and gather again")
 
 
+def _kept(program: Program) -> None:
+    for graph in program.graphs.values():
+        for node in graph.find_nodes(op="call_function", target=UNSHARD):
+            if "joint" in program.graphs and not is_saved(node):
+                _fail(program, Invariant.KEPT, node, "it may be computed again", "tag it MUST_SAVE")
+    for node in program.graphs["backward"].nodes if "backward" in program.graphs else ():
+        if node.target is UNSHARD or is_gather(node):
+            _fail(program, Invariant.KEPT, node, "it is gathered in the backward", "save it in the forward")
+
+
 def _gathered_origin(node: Node, program: Program) -> tuple[str, ...] | None:
     """The parameters whose gathered data a node holds, or None."""
     while node.op == "call_function":
         known = tag(node)
-        if node.target is UNSHARD or node.target in GATHERS:
+        if node.target is UNSHARD or is_gather(node):
             params = known.params if known else ()
             return params if any(program.layout[p].dim is not None for p in params) else None
         if node.target not in SAME_DATA:
@@ -211,17 +220,28 @@ def _gathered(program: Program) -> None:
 
 
 def _check_gather(program: Program, node: Node, known: Tag) -> None:
+    if is_bucket(node):
+        return
     axis, param = program.mesh.axis("dp"), program.layout[known.params[0]]
-    if node.target in GATHERS and (node.args[1], node.args[2]) != (axis.size, axis.group):
-        found = f"it gathers from {node.args[1]} ranks over {node.args[2]}"
+    sent = collective(node)
+    if sent is not None and sent.args != (axis.size, axis.group):
+        found = f"it gathers from {sent.args[0]} ranks over {sent.args[1]}"
         _fail(program, Invariant.GATHERED, node, found, f"the axis dp has {axis.size} ranks, over {axis.group}")
-    if node.target in GATHERS and _misses_per_rank(node, known, program):
+    if sent is not None and _misses_per_rank(node, known, program):
         remedy = f"pad them by pad({param.size[param.dim or 0]}, {axis.size})"
         _fail(program, Invariant.GATHERED, node, "it gathers chunks that differ by rank", remedy)
     size = list(node.meta["val"].shape)
-    if size != list(param.size) and any(tag(user) != known for user in node.users):
+    if size != list(param.size) and not all(_goes_on(user, known) for user in node.users):
         found, remedy = f"it is read with the shape {size}", f"cut it to {list(param.size)} behind the all-gather"
         _fail(program, Invariant.GATHERED, node, found, remedy)
+
+
+def _goes_on(user: Node, known: Tag) -> bool:
+    """Whether a reader of a marker's replacement is part of it, alone or in a bucket."""
+    theirs = tag(user) or Tag("")
+    return theirs == known or (
+        is_bucket(user) and theirs.role == known.role and set(known.params) <= set(theirs.params)
+    )
 
 
 def _misses_per_rank(node: Node, known: Tag, program: Program) -> bool:
@@ -238,7 +258,8 @@ def _chain(node: Node, known: Tag) -> Iterator[Node]:
         node = todo.pop()
         if node not in seen and tag(node) == known:
             seen.add(node)
-            todo += node.all_input_nodes
+            sent = collective(node)
+            todo += [sent.source] if sent else node.all_input_nodes
             yield node
 
 
@@ -250,10 +271,10 @@ def _check_is_gathered(program: Program, graph: Graph, shard: Node, known: Tag) 
         for user in node.users:
             if node is shard and user is output_node(graph) and _is_saved_only(graph, node):
                 continue
-            if user is output_node(graph) or tag(user) != Tag("unshard", known.params):
+            if user is output_node(graph) or not _goes_on(user, Tag("unshard", known.params)):
                 found = f"the shard is read by {user.name}"
                 _fail(program, Invariant.GATHERED, node, found, "read the gathered parameter")
-            if user.target not in GATHERS:
+            if not is_gather(user) and not is_bucket(user):
                 todo.append(user)
 
 
@@ -266,12 +287,12 @@ def _reduced(program: Program) -> None:
         return
     for graph in program.graphs.values():
         for node in graph.nodes:
-            if node.target in REDUCTIONS and (known := tag(node)) and known.role == "reduce_grad":
+            if not is_bucket(node) and is_reduction(node) and (known := tag(node)) and known.role == "reduce_grad":
                 _check_reduction(program, node, program.layout[known.params[0]])
     for value, known in _gradients(program):
         (name,) = known.params
         chain = Tag("reduce_grad", (name,))
-        count = sum(node.target in REDUCTIONS for node in _chain(value, chain))
+        count = sum(is_reduction(node) for node in _chain(value, chain))
         if count != 1:
             found = f"the gradient of {name} passes {count} reductions"
             _fail(program, Invariant.REDUCED, value, found, "reduce it exactly once")
@@ -286,8 +307,9 @@ def _check_reduction(program: Program, node: Node, param: ParamLayout) -> None:
     right: tuple[Any, ...] = (c10d.reduce_scatter_tensor.default, "avg", axis.size, axis.group)
     if param.dim is None:
         right = (c10d.all_reduce.default, "avg", axis.group)
-    if (node.target, *node.args[1:]) != right:
-        found = f"it is {_call(node.target, *node.args[1:])}"
+    sent = cast(Collective, collective(node))
+    if (sent.target, *sent.args) != right:
+        found = f"it is {_call(sent.target, *sent.args)}"
         _fail(program, Invariant.REDUCED, node, found, f"{param.name} needs {_call(*right)}")
 
 
@@ -298,10 +320,11 @@ def _call(target: Any, *args: Any) -> str:
 def _waited(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.nodes:
-            if not str(node.target).startswith("_c10d_functional.") or node.target is WAIT:
+            unfinished = str(node.target).startswith("_c10d_functional.") or collective(node) is not None
+            if not unfinished or node.target is WAIT:
                 continue
             for user in node.users:
-                if user.target is not WAIT:
+                if user.target is not (operator.getitem if is_bucket(node) else WAIT):
                     found = f"{user.name} reads it before it is complete"
                     _fail(program, Invariant.WAITED, node, found, "read the result of wait_tensor")
 
@@ -310,6 +333,7 @@ CHECKS: dict[Invariant, Callable[[Program], None]] = {
     Invariant.MARKED: _marked,
     Invariant.MERGED: _merged,
     Invariant.RELEASED: _released,
+    Invariant.KEPT: _kept,
     Invariant.GATHERED: _gathered,
     Invariant.REDUCED: _reduced,
     Invariant.WAITED: _waited,
