@@ -18,10 +18,15 @@ def nbytes(node: Node) -> int:
 def grouped(
     nodes: Iterable[Node], key: Callable[[Node], Hashable], size: Callable[[Node], int], limit: int
 ) -> list[list[Node]]:
-    """Buckets of two or more nodes of the same key, in order, each of at most `limit` bytes together."""
+    """Buckets of two or more nodes of the same key, in order, each of at most `limit` bytes together.
+
+    A node that is larger goes alone, and the bucket that is open before it stays open.
+    """
     open_now: dict[Hashable, tuple[list[Node], int]] = {}
     buckets: list[list[Node]] = []
     for node in nodes:
+        if size(node) > limit:
+            continue
         bucket, total = open_now.get(key(node), ([], limit + 1))
         if total + size(node) > limit:
             bucket, total = [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -51,7 +52,7 @@ class HandedThrough:
 
 def tag(node: Node) -> Tag | None:
     """The tag of a node, or None. Output nodes have `output_tags` instead."""
-    return cast("Tag | None", node.meta.get("zerofx"))
+    return None if node.op == "output" else cast("Tag | None", node.meta.get("zerofx"))
 
 
 def output_node(graph: Graph) -> Node:
@@ -126,3 +127,26 @@ class Program:
     layout: Layout
     level: Level = Level.LOGICAL
     holds: set[Invariant] = field(default_factory=set)
+
+
+def stored_parameters(program: Program) -> Iterator[tuple[Graph, Node, Tag]]:
+    """The inputs that are parameters, each with its graph and tag."""
+    for graph in program.graphs.values():
+        for node in placeholders(graph):
+            known = tag(node)
+            if known is not None and known.role in ("shard", "replica", "param"):
+                yield graph, node, known
+
+
+def gradients(program: Program) -> Iterator[tuple[Node, Tag]]:
+    """The outputs that are gradients of parameters, each with its tag."""
+    for graph in program.graphs.values():
+        for value, known in zip(outputs(graph), output_tags(graph), strict=True):
+            if value is not None and known is not None and known.role == "grad":
+                yield value, known
+
+
+def is_saved_only(graph: Graph, node: Node) -> bool:
+    """Whether the graph returns the node for its backward and for nothing else, if at all."""
+    pairs = zip(outputs(graph), output_tags(graph), strict=True)
+    return all(known is not None and known.role == "saved" for value, known in pairs if value is node)
