@@ -160,6 +160,46 @@ MERGED: dict[str, tuple[list[Edit], str]] = {
     ),
 }
 
+KEEP = ("recompute=True", "keep=True")
+KEEP_COPY = ("copy: f32[5] @ unshard('bias')", "copy: f32[5] @ unshard('bias', keep=True)")
+KEPT: dict[str, tuple[str, list[Edit], str]] = {
+    "a read that is left to the partition": (
+        LOGICAL,
+        [(", recompute=True", ""), KEEP_COPY],
+        "read in joint: it may be computed again; tag it MUST_SAVE",
+    ),
+    "a read that must be recomputed": (
+        LOGICAL,
+        [KEEP_COPY],
+        "read in joint: it may be computed again; tag it MUST_SAVE",
+    ),
+    "a read of a replica that is left to the partition": (
+        LOGICAL,
+        [KEEP],
+        "copy in joint: it may be computed again; tag it MUST_SAVE",
+    ),
+    "a read in the backward": (
+        PHYSICAL,
+        [backward_line("again: f32[5, 4] @ unshard('w') = zerofx.unshard.default(w, [5, 4], 0, rows(5, 2), 'dp')")],
+        "again in backward: it is gathered in the backward; save it in the forward",
+    ),
+    "an all-gather in the backward": (
+        PHYSICAL,
+        [backward_line("again: f32[6, 4] @ unshard('w') = c10d.all_gather_into_tensor.default(w, 2, 'dp')")],
+        "again in backward: it is gathered in the backward; save it in the forward",
+    ),
+    "a bucket in the backward": (
+        PHYSICAL,
+        [
+            backward_line(
+                "also: (f32[6, 4],) @ unshard('w') = c10d.all_gather_into_tensor_coalesced.default([w], 2, 'dp')"
+            ),
+            backward_line("again: f32[6, 4] @ unshard('w') = operator.getitem(also, 0)"),
+        ],
+        "again in backward: it is gathered in the backward; save it in the forward",
+    ),
+}
+
 GATHER_AGAIN = "it holds the gathered w until the backward; save the shard and gather again"
 RELEASED: dict[str, list[Edit]] = {
     "read": [],
@@ -197,6 +237,13 @@ GATHERED: dict[str, tuple[list[Edit], str]] = {
     "a gather from another number of ranks": (
         [("gather: f32[6", "gather: f32[9"), ("padded, 2, 'dp'", "padded, 3, 'dp'"), ("wait: f32[6", "wait: f32[9")],
         "gather in forward: it gathers from 3 ranks over dp; the axis dp has 2 ranks, over dp",
+    ),
+    "a gather of something else": (
+        [
+            ("tensor.default(padded, 2", "tensor.default(other, 2"),
+            ("    padded:", "    other: f32[3, 4] = aten.new_zeros.default(x, [3, 4])\n    padded:"),
+        ],
+        "gather in forward: it gathers other; gather the stored part of w",
     ),
     "a gather over another axis": (
         [("padded, 2, 'dp'", "padded, 2, 'tp'")],
@@ -266,6 +313,17 @@ REDUCED: dict[str, tuple[list[Edit], str]] = {
         [("rows(5, 2)", "3")],
         f"mine in backward: the gradient of w has the shape [3, 4] on every rank; {CUT}",
     ),
+    "a gradient that isn't padded": (
+        [
+            ("default(padding, 'avg'", "default(mm, 'avg'"),
+            *(
+                (f"{name}: f32[3, 4] @ reduce_grad", f"{name}: f32[2, 4] @ reduce_grad")
+                for name in ("scatter", "chunk")
+            ),
+            ("mine: f32[3, 4]", "mine: f32[2, 4]"),
+        ],
+        "scatter in backward: it scatters 5 rows over 2 ranks; pad them to 6",
+    ),
     "a gradient with too few rows": (
         [("mine: f32[3", "mine: f32[2"), ("0, 0, rows(5, 2)", "0, 1, rows(5, 2)")],
         f"mine in backward: the gradient of w has the shape [2, 4] on every rank; {CUT}",
@@ -293,5 +351,12 @@ ALLOWED: dict[str, tuple[str, list[Edit]]] = {
     "a saved replica": (PHYSICAL, [("w @ saved", "bias @ saved")]),
     "a saved activation": (PHYSICAL, [("w @ saved", "addmm @ saved")]),
     "a gathered parameter that the user sees": (PHYSICAL, [("[addmm @ out,", "[addmm @ out, read @ out,")]),
+    "an all-gather of the model's own in the backward": (
+        PHYSICAL,
+        [
+            backward_line("all_mm: f32[10, 4] = c10d.all_gather_into_tensor.default(mm, 2, 'dp')"),
+            backward_line("all_done: f32[10, 4] = c10d.wait_tensor.default(all_mm)"),
+        ],
+    ),
     "no gradient": (PHYSICAL, [("mine @ grad('w')", "None")]),
 }

@@ -13,16 +13,21 @@ from zerofx.recipe import recipe
 def pass_table() -> str:
     """The default passes of all stages in their order, as a Markdown table."""
     stages: dict[str, list[str]] = {}
-    passes: dict[str, Pass] = {}
+    passes: list[Pass] = []
     for stage in reversed(STAGES):
+        place = 0
         for step in recipe(Config(stage=stage)):
+            if step.name not in stages:
+                passes.insert(place, step)
+            place = [known.name for known in passes].index(step.name) + 1
             stages.setdefault(step.name, []).insert(0, str(stage))
-            passes.setdefault(step.name, step)
     rows = ["| pass | level | stages | needs | ensures | what it does |", "|---|---|---|---|---|---|"]
-    for name, step in passes.items():
+    for step in passes:
         needs, ensures = (", ".join(sorted(i.name for i in kind)) or "-" for kind in (step.requires, step.ensures))
         does = (importlib.import_module(type(step).__module__).__doc__ or "").strip()
-        rows.append(f"| `{name}` | {step.level.value} | {', '.join(stages[name])} | {needs} | {ensures} | {does} |")
+        rows.append(
+            f"| `{step.name}` | {step.level.value} | {', '.join(stages[step.name])} | {needs} | {ensures} | {does} |"
+        )
     return "\n".join(rows)
 
 

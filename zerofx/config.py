@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerofx.manager import Pass
 
-STAGES = (0, 3)
+STAGES = (0, 1, 2, 3)
 BACKENDS = ("inductor", "interpreter", "eager")
 Rewrite = Callable[[tuple["Pass", ...]], tuple["Pass", ...]]
 
@@ -28,6 +28,7 @@ class Config:
 
     stage: int = 3
     persist_below: int = 10_000
+    bucket_mb: float = 25.0
     sync_init: bool = True
     backend: str = "inductor"
     passes: Rewrite | None = None
@@ -39,6 +40,8 @@ class Config:
             _refuse("stage", self.stage, f"one of {', '.join(map(str, STAGES))}")
         if type(self.persist_below) is not int or self.persist_below < 0:
             _refuse("persist_below", self.persist_below, "a number of elements, 0 or more")
+        if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
+            _refuse("bucket_mb", self.bucket_mb, "a number of MiB, more than 0")
         if self.backend not in BACKENDS:
             _refuse("backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}")
         if self.passes is not None and not callable(self.passes):
@@ -49,11 +52,16 @@ class Config:
             if not isinstance(getattr(self, field), bool):
                 _refuse(field, getattr(self, field), "True or False")
 
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
     def facts(self) -> dict[str, Any]:
         """What must be equal on every rank."""
         return {
             "stage": self.stage,
             "persist_below": self.persist_below,
+            "bucket_mb": self.bucket_mb,
             "sync_init": self.sync_init,
             "backend": self.backend,
             "dynamic": self.dynamic,

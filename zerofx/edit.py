@@ -54,6 +54,16 @@ def any_arg(args: Any, kind: type) -> bool:
     return isinstance(args, kind)
 
 
+def call_before(place: Node, target: Any, args: tuple[Any, ...], known: Tag) -> Node:
+    """A new tagged call before `place`, with the fake value that it gives and the source notes of `place`."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args)
+    node.meta = {key: place.meta[key] for key in INHERITED if key in place.meta} | {"zerofx": known}
+    with fake_mode(place.graph):
+        node.meta["val"] = fake_result(node)
+    return node
+
+
 class Replacement:
     """Builds the nodes that take a marker's place: before it, with its tag and its source."""
 

@@ -141,7 +141,7 @@ def _sent(part: GraphText) -> list[Line]:
 
 
 def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:
-    kind = line.target.split(".")[1]
+    kind = line.target.split(".")[1].removesuffix("_coalesced")
     group = line.args[-1].strip("'")
     world = program.axes[group]
     size = line.numel * BYTES[line.dtype]

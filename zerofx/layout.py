@@ -69,11 +69,16 @@ class ParamLayout:
     def whole_bytes(self) -> int:
         return prod(self.size) * self.dtype.itemsize
 
+    def padded_rows(self, world: int) -> int | None:
+        """Rows of the dim that is cut, with those that make its chunks equal; None for a replicated parameter."""
+        return None if self.dim is None else chunk_rows(self.size[self.dim], world) * world
+
     def padded_bytes(self, world: int) -> int:
         """Bytes of the gathered parameter with the rows that make its chunks equal."""
-        if self.dim is None or not self.size[self.dim]:
+        rows = self.padded_rows(world)
+        if self.dim is None or not rows:
             return self.whole_bytes
-        return self.whole_bytes // self.size[self.dim] * chunk_rows(self.size[self.dim], world) * world
+        return self.whole_bytes // self.size[self.dim] * rows
 
     def local_size(self, world: int, rank: int) -> tuple[int, ...]:
         """Shape of what `rank` stores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -26,6 +27,7 @@ class Invariant(Enum):
     MARKED = "parameters are read only by zerofx::unshard and their gradients leave only through zerofx::reduce_grad"
     MERGED = "each parameter is unsharded at most once a graph and its gradient reduced at most once"
     RELEASED = "no gathered parameter is saved for the backward"
+    KEPT = "no parameter is gathered again in the backward"
     GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
     REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
     WAITED = "the result of a collective is read only by wait_tensor"
@@ -50,7 +52,7 @@ class HandedThrough:
 
 def tag(node: Node) -> Tag | None:
     """The tag of a node, or None. Output nodes have `output_tags` instead."""
-    return cast("Tag | None", node.meta.get("zerofx"))
+    return None if node.op == "output" else cast("Tag | None", node.meta.get("zerofx"))
 
 
 def output_node(graph: Graph) -> Node:
@@ -84,11 +86,24 @@ def group(node: Node) -> str:
     return cast(str, node.args[-1])
 
 
+# Larger than the number of any activation-checkpoint region, so that no region's boundary makes a gather a saved value.
+REGION = 1_000_000_000
+
+
 def mark_recomputed(node: Node) -> None:
     """Tells the partition not to save the node's value for the backward, but to compute it again there."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    # Larger than the number of any activation-checkpoint region, so that no region's boundary makes it a saved value.
-    node.meta["ac_graph_id"] = 1_000_000_000
+    node.meta["ac_graph_id"] = REGION
+
+
+def mark_saved(node: Node) -> None:
+    """Tells the partition to save the node's value if the backward needs it, and never to compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = REGION
+
+
+def is_saved(node: Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def is_recomputed(node: Node) -> bool:
@@ -112,3 +127,26 @@ class Program:
     layout: Layout
     level: Level = Level.LOGICAL
     holds: set[Invariant] = field(default_factory=set)
+
+
+def stored_parameters(program: Program) -> Iterator[tuple[Graph, Node, Tag]]:
+    """The inputs that are parameters, each with its graph and tag."""
+    for graph in program.graphs.values():
+        for node in placeholders(graph):
+            known = tag(node)
+            if known is not None and known.role in ("shard", "replica", "param"):
+                yield graph, node, known
+
+
+def gradients(program: Program) -> Iterator[tuple[Node, Tag]]:
+    """The outputs that are gradients of parameters, each with its tag."""
+    for graph in program.graphs.values():
+        for value, known in zip(outputs(graph), output_tags(graph), strict=True):
+            if value is not None and known is not None and known.role == "grad":
+                yield value, known
+
+
+def is_saved_only(graph: Graph, node: Node) -> bool:
+    """Whether the graph returns the node for its backward and for nothing else, if at all."""
+    pairs = zip(outputs(graph), output_tags(graph), strict=True)
+    return all(known is not None and known.role == "saved" for value, known in pairs if value is node)

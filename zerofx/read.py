@@ -13,8 +13,8 @@ import zerofx.ops  # noqa: F401  the text may call its ops
 from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import Tag, mark_recomputed
-from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, allowed
+from zerofx.program import Tag
+from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, POLICIES, allowed
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "rows": lambda size, parts: PerRank("rows", size, parts),
@@ -86,10 +86,11 @@ class Reader:
         self.fail(expr, f"expected a tag, as role or role('parameter'), not {ast.unparse(expr)}")
 
     def stamp(self, node: Node, expr: ast.expr) -> None:
-        """Puts the tag of a line on its node; `recompute=True` in it keeps a marker from being saved."""
+        """Puts the tag of a line on its node; `recompute=True` or `keep=True` in it binds the partition."""
         match expr:
-            case ast.Call(role, params, [ast.keyword("recompute", ast.Constant(True))]):
-                mark_recomputed(node)
+            case ast.Call(role, params, [ast.keyword(str(policy), ast.Constant(True))]) if policy in POLICIES:
+                _, mark = POLICIES[policy]
+                mark(node)
                 expr = ast.copy_location(ast.Call(role, params, []), expr)
         node.meta["zerofx"] = self.tag(expr)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from zerofx.config import Config
 from zerofx.manager import Pass
+from zerofx.passes.bucket_all_gathers import BucketAllGathers
+from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.choose_layout import ChooseLayout
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
+from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.release_after_use import ReleaseAfterUse
 
@@ -17,6 +20,9 @@ def recipe(config: Config) -> tuple[Pass, ...]:
         ChooseLayout(config.stage, config.persist_below),
         MergeReads(),
         *([ReleaseAfterUse()] if config.stage == 3 else []),
+        *([KeepGathered()] if config.stage in (1, 2) else []),
         InsertAllGather(),
+        BucketAllGathers(config.bucket_bytes),
         InsertReduceScatter(),
+        BucketReductions(config.bucket_bytes),
     )

@@ -17,7 +17,18 @@ from torch.fx import Graph, Node
 from zerofx._torch import OpOverload, argument_index, expression, is_handed_object, symbol_hints
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import HandedThrough, Program, Tag, is_recomputed, output_node, placeholders, tag
+from zerofx.program import (
+    HandedThrough,
+    Program,
+    Tag,
+    is_recomputed,
+    is_saved,
+    mark_recomputed,
+    mark_saved,
+    output_node,
+    placeholders,
+    tag,
+)
 
 WIDTH = 120
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -49,6 +60,8 @@ FUNCTIONS: dict[str, ModuleType] = {"operator": operator, "math": math, "torch":
 BUILTINS = frozenset({"abs", "bool", "float", "int", "max", "min", "pow", "round"})
 COLLECTIVES = "_c10d_functional"
 GROUPED = frozenset({"zerofx", COLLECTIVES})
+# The words in a marker's tag that bind the partition: what tells that one applies, and what makes it apply.
+POLICIES = {"recompute": (is_recomputed, mark_recomputed), "keep": (is_saved, mark_saved)}
 
 
 def show(program: Program) -> str:
@@ -142,14 +155,15 @@ def _symbols_without_input(inputs: list[Node]) -> dict[str, int]:
 def _show_tag(known: Tag | None, node: Node | None = None) -> str:
     if known is None:
         return ""
-    given = [*map(repr, known.params), *(["recompute=True"] if node and _recomputed(node) else [])]
+    given = [*map(repr, known.params), *(_policy(node) if node else [])]
     return f" @ {known.role}({', '.join(given)})" if given else f" @ {known.role}"
 
 
-def _recomputed(node: Node) -> bool:
-    """Whether the node is a marker that the partition may not save; what takes a marker's place comes after it."""
-    marker = isinstance(node.target, OpOverload) and node.target.namespace == "zerofx"
-    return marker and is_recomputed(node)
+def _policy(node: Node) -> list[str]:
+    """What the partition must do with a marker; what takes a marker's place comes after the partition."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "zerofx":
+        return []
+    return [f"{name}=True" for name, (holds, _) in POLICIES.items() if holds(node)]
 
 
 def _show_call(node: Node, mesh: Mesh) -> str:

@@ -8,8 +8,8 @@
         ...
         return [addmm @ out, w @ saved]
 
-- A line is `name: type @ role(parameters) = call`; the tag after `@` is there only where the node has one. A marker
-  that the partition must not save has `recompute=True` in its tag.
+- A line is `name: type @ role(parameters) = call`; the tag after `@` is there only where the node has one. The tag
+  of a marker has `recompute=True` where the partition must not save it, and `keep=True` where it must.
 - A type is `f32[4, 8]`, with strides where the tensor isn't contiguous (`f32[4, 8](1, 4)`) and the device where it
   isn't the cpu (`cuda.f32[()]`); `(f32[2], none)` for several results; `sym(s77 + 1)` for a symbolic number and
   `int(5)` for a known one.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from math import prod
+
+TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,14 @@ class Line:
 
     @property
     def dtype(self) -> str:
-        return self.type.split("[")[0]
+        """The dtype of the result, or of the first of several."""
+        return str(TENSOR.findall(self.type)[0][0])
 
     @property
     def numel(self) -> int:
-        """Elements of a tensor with a fixed shape."""
-        shape = self.type[self.type.index("[") + 1 : self.type.index("]")]
-        return prod(int(size) for size in shape.replace("()", "").split(",") if size.strip())
+        """Elements of a result with a fixed shape, or of several together."""
+        shapes = [shape.replace("()", "").split(",") for _, shape in TENSOR.findall(self.type)]
+        return sum(prod(int(size) for size in shape if size.strip()) for shape in shapes)
 
 
 @dataclass(frozen=True)

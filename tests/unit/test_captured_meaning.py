@@ -10,19 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from tests.meaning import Ranks, assert_same_bits, mean
 from tests.models import GPT, SEQ, VOCAB
 from zerofx.capture import Capture
-from zerofx.config import Config
+from zerofx.config import STAGES, Config
 from zerofx.layout import Layout, ParamLayout
+from zerofx.manager import run
 from zerofx.mesh import Mesh
-from zerofx.program import Program, Tag, output_node, output_tags, outputs, placeholders, tag
+from zerofx.program import Invariant, Program, Tag, output_node, output_tags, outputs, placeholders, tag
 from zerofx.recipe import recipe
 from zerofx.simulate import scatter, simulate
 from zerofx.text import parse
 
+KEEPS = {0: set(), 1: {Invariant.KEPT}, 2: {Invariant.KEPT}, 3: {Invariant.RELEASED}}
+SIZES = (1, 64, 2**10, 2**30)  # of a bucket: less than any tensor, one or two, a few, the whole model
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+aten = torch.ops.aten
+VIEWS = {aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default}
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -42,8 +48,8 @@ def loss_of(model: GPT) -> Callable[..., torch.Tensor]:
     return lambda ids, targets: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def compiled_program(model: GPT, batch: Batch, config: Config, world: int) -> Program:
-    """The forward and backward that the recipe and the partition make of the loss; what runs stays eager."""
+def compiled(model: GPT, batch: Batch, config: Config, world: int) -> Capture:
+    """What the recipe and the partition make of the loss; what runs stays eager."""
     named = dict(model.named_parameters())
     names = {id(param): name for name, param in named.items()}
     layout = Layout(tuple(ParamLayout(name, tuple(p.shape), p.dtype, None) for name, p in named.items()))
@@ -59,7 +65,25 @@ def compiled_program(model: GPT, batch: Batch, config: Config, world: int) -> Pr
     with warnings.catch_warnings(action="ignore"):
         torch.compile(loss_of(model), backend=backend, fullgraph=True)(*batch)
     (capture,) = captures
-    return parse(capture.steps[-1].text)
+    return capture
+
+
+def compiled_program(model: GPT, batch: Batch, config: Config, world: int) -> Program:
+    """The forward and backward at the end."""
+    return parse(compiled(model, batch, config, world).steps[-1].text)
+
+
+def with_buckets_of(size: int, stage: int, capture: Capture) -> Program:
+    """The same forward and backward with the physical passes for another size of buckets, in bytes."""
+    program = parse(next(step.text for step in capture.steps if step.name == "partition"))
+    program.holds = {Invariant.MARKED, Invariant.MERGED, *KEEPS[stage]}
+    run(program, recipe(Config(stage=stage, bucket_mb=size / 2**20)))
+    return program
+
+
+def issued(program: Program, part: str, kind: str) -> list[Node]:
+    """The collectives of a kind in one graph; a bucket is one."""
+    return [node for node in program.graphs[part].nodes if f"c10d_functional.{kind}" in str(node.target)]
 
 
 def half(program: Program, name: str, inputs: list[list[Any]]) -> Ranks:
@@ -95,27 +119,57 @@ def eager_step(model: GPT, given: list[Batch]) -> tuple[list[Any], dict[str, lis
     return [loss.detach() for loss in losses], dict(zip(names, map(list, zip(*grads, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_loss_and_gradients_have_the_bits_of_eager_ranks(world: int, stage: int) -> None:
+def test_loss_and_gradients_have_the_bits_of_eager_ranks_whatever_the_buckets_hold(world: int, stage: int) -> None:
     model, given = tied_gpt(), batches(world)
-    program = compiled_program(model, given[0], Config(stage=stage, persist_below=100), world)
-    losses, grads = sharded_step(program, model, given)
+    capture = compiled(model, given[0], Config(stage=stage, persist_below=100), world)
     expected_losses, whole = eager_step(model, given)
-    assert_same_bits([losses], [expected_losses])
-    assert grads.keys() == whole.keys()
-    for name, found in grads.items():
-        param = program.layout[name]
-        assert (param.dim is None) == (stage == 0 or whole[name][0].numel() < 100)
-        assert_same_bits([found], [scatter(mean(whole[name]), param, program.mesh)])
+    counts: list[int] = []
+    for size in SIZES:
+        program = with_buckets_of(size, stage, capture)
+        losses, grads = sharded_step(program, model, given)
+        assert_same_bits([losses], [expected_losses])
+        assert grads.keys() == whole.keys()
+        for name, found in grads.items():
+            param = program.layout[name]
+            assert (param.dim is None) == (stage == 0 or whole[name][0].numel() < 100)
+            assert_same_bits([found], [scatter(mean(whole[name]), param, program.mesh)])
+        counts.append(sum(len(issued(program, part, kind)) for part in program.graphs for kind in KINDS))
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == {0: 1, 1: 3, 2: 3, 3: 4}[stage]  # one of each kind in each half
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_was_gathered_is_kept_and_only_where_the_backward_reads_it(stage: int) -> None:
+    model, given = tied_gpt(), batches(2)
+    program = compiled_program(model, given[0], Config(stage=stage, persist_below=100), 2)
+    assert not issued(program, "backward", "all_gather")
+    forward = program.graphs["forward"]
+    pairs = zip(outputs(forward), output_tags(forward), strict=True)
+    saved = [value for value, known in pairs if known == Tag("saved")]
+    gathered = {name for value in saved for name in read_from(value)}
+    assert gathered == {
+        "tokens.weight",
+        *(f"blocks.0.{name}.weight" for name in ("qkv", "proj", "up", "down")),
+    }
+    assert not any(tag(value) and tag(value).role == "shard" for value in saved)
+
+
+def read_from(node: Node) -> tuple[str, ...]:
+    """The parameter that a value, or what it is a view of, was gathered from."""
+    while node.target in VIEWS:
+        node = node.args[0]
+    known = tag(node)
+    return known.params if known and known.role == "unshard" else ()
 
 
 def test_nothing_gathered_is_saved_and_the_tied_weight_is_gathered_once_in_each_half() -> None:
     model, given = tied_gpt(), batches(2)
     program = compiled_program(model, given[0], Config(stage=3, persist_below=100), 2)
     gathers = [
-        [node.meta["zerofx"].params[0] for node in graph.nodes if "all_gather" in str(node.target)]
-        for graph in program.graphs.values()
+        [name for node in issued(program, part, "all_gather") for name in node.meta["zerofx"].params]
+        for part in ("forward", "backward")
     ]
     sharded = [param.name for param in program.layout if param.dim is not None]
     assert sorted(gathers[0]) == sorted(sharded)

@@ -8,19 +8,26 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from tests.golden_files import CASES, Golden
+from tests.golden_files import CASES, GOLDEN, Golden
 from tests.meaning import assert_same_bits, random_inputs, results, sharded
+from zerofx.config import STAGES, Config
 from zerofx.manager import Pass, run
+from zerofx.passes.bucket_all_gathers import BucketAllGathers
+from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Program
+from zerofx.recipe import recipe
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
 WORLDS = (2, 3, 4)
 WHOLE = [path for path in CASES if path.parent.name == "choose_layout"]
 TIED = [path for path in WHOLE if path.stem in ("two_uses", "three_uses")]
+SEVERAL = GOLDEN / "choose_layout" / "several_parameters.txt"
+SIZES = (1, 64, 2**10, 2**30)  # of a bucket: less than any tensor, two or three of them, about all, all
+PHYSICAL = (InsertAllGather(), BucketAllGathers(), InsertReduceScatter(), BucketReductions())
 LATER = [path for path in CASES if path.parent.name != "choose_layout"]
 
 
@@ -55,9 +62,36 @@ def test_later_passes_change_no_bit(path: Path, world: int) -> None:
     program = sharded_program(path, world)
     inputs = random_inputs(program)
     expected = results(program, *inputs)
-    for step in (MergeReads(), ReleaseAfterUse(), InsertAllGather(), InsertReduceScatter()):
+    for step in (MergeReads(), ReleaseAfterUse(), *PHYSICAL):
         apply(program, step)
         assert_same_bits(results(program, *inputs), expected)
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_recipe_of_a_stage_changes_no_bit_whatever_the_buckets_hold(
+    stage: int, world: int, bucket_bytes: int
+) -> None:
+    first, *later = recipe(Config(stage=stage, persist_below=6, bucket_mb=bucket_bytes / 2**20))
+    program = Golden.read(SEVERAL).at(world).program()
+    apply(program, first)
+    inputs = random_inputs(program)
+    expected = results(program, *inputs)
+    for step in later:
+        apply(program, step)
+        assert_same_bits(results(program, *inputs), expected)
+    assert (collectives(program) < alone(program)) == (bucket_bytes > 1)
+
+
+def collectives(program: Program) -> int:
+    """Gathers and reductions that the program issues, a bucket counted once."""
+    return sum("wait" not in str(n.target) and "c10d" in str(n.target) for n in program.graphs["joint"].nodes)
+
+
+def alone(program: Program) -> int:
+    """How many they would be without buckets."""
+    return sum("wait_tensor" in str(node.target) for node in program.graphs["joint"].nodes)
 
 
 @pytest.mark.parametrize("path", LATER, ids=name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerofx.__main__ import pass_table
-from zerofx.config import Config
+from zerofx.config import STAGES, Config
 from zerofx.manager import run
 from zerofx.program import Invariant
 from zerofx.recipe import recipe
@@ -25,6 +25,13 @@ def block(name: str) -> str:
 
 def test_the_pass_table_is_the_recipe() -> None:
     assert f"<!-- passes -->\n{pass_table()}\n" in README
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_pass_table_has_the_order_of_each_stage(stage: int) -> None:
+    rows = [row.split(" | ") for row in pass_table().splitlines()[2:]]
+    names = [name.strip("| `") for name, _, stages, *_ in rows if str(stage) in stages.split(", ")]
+    assert names == [step.name for step in recipe(Config(stage=stage))]
 
 
 @pytest.mark.parametrize("invariant", Invariant)

@@ -32,9 +32,15 @@ def test_options_reach_the_passes() -> None:
     assert (first.name, first.stage, first.persist_below) == ("choose-layout", 3, 7)
 
 
-def test_only_stage_3_releases() -> None:
-    assert "release-after-use" in names(3)
-    assert names(0) == [name for name in names(3) if name != "release-after-use"]
+def test_the_size_of_a_bucket_reaches_both_passes() -> None:
+    steps = recipe(Config(stage=3, bucket_mb=0.5))
+    assert [step.bucket_bytes for step in steps if step.name.startswith("bucket-")] == [2**19, 2**19]
+
+
+def test_stage_3_releases_and_stages_1_and_2_keep() -> None:
+    own = {3: {"release-after-use"}, 2: {"keep-gathered"}, 1: {"keep-gathered"}, 0: set()}
+    assert {stage: set(names(stage)) - set(names(0)) for stage in STAGES} == own
+    assert all([name for name in names(stage) if name not in own[stage]] == names(0) for stage in STAGES)
 
 
 def test_every_file_is_a_pass_of_some_recipe() -> None:

@@ -234,8 +234,8 @@ def test_what_cannot_run_on_all_ranks_is_refused(call: str, inputs: list[Any], m
 
 
 def test_an_error_names_the_node() -> None:
+    graph = program("dp=2", "x: f32[2]", "a: f32[1] = c10d.reduce_scatter_tensor.default(x, 'sum', 2, 'dp')")
     with pytest.raises(ValueError, match="3 rows can't be scattered") as raised:
-        graph = program("dp=2", "x: f32[2]", "a: f32[1] = c10d.reduce_scatter_tensor.default(x, 'sum', 2, 'dp')")
         simulate(graph, [values(2, 3)])
     assert raised.value.__notes__[0].startswith("while simulating a = _c10d_functional.reduce_scatter_tensor.default")
 

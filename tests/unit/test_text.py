@@ -83,22 +83,30 @@ def test_parse_gives_layout_tags_and_per_rank_ints() -> None:
     assert isinstance(pad.args[1][3], PerRank) and pad.args[1][3].at(1) == 1
 
 
-def test_a_marker_that_must_be_recomputed_is_shown_and_read_so() -> None:
+def test_what_the_partition_must_do_with_a_marker_is_shown_and_read_so() -> None:
     text = """\
 mesh(dp=2)
 param('w', f32[4], dim=0)
 
 def joint(w: f32[2] @ shard('w')):
     read: f32[4] @ unshard('w', recompute=True) = zerofx.unshard.default(w, [4], 0, rows(4, 2), 'dp')
+    kept: f32[4] @ unshard('w', keep=True) = zerofx.unshard.default(w, [4], 0, rows(4, 2), 'dp')
     again: f32[4] @ unshard('w') = zerofx.unshard.default(w, [4], 0, rows(4, 2), 'dp')
-    return [read, again]
+    return [read, kept, again]
 """
     program = parse(text)
     assert show(program) == text
-    read, again = outputs(program.graphs["joint"])
-    assert tag(read) == tag(again) == Tag("unshard", ("w",))
-    policies = [node.meta.get("recompute") for node in (read, again)]
-    assert policies == [CheckpointPolicy.MUST_RECOMPUTE, None]
+    markers = outputs(program.graphs["joint"])
+    assert [tag(node) for node in markers] == [Tag("unshard", ("w",))] * 3
+    policies = [node.meta.get("recompute") for node in markers]
+    assert policies == [CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE, None]
+
+
+def test_the_policy_of_what_takes_a_markers_place_is_not_shown() -> None:
+    program = parse(SHARDED)
+    for node in program.graphs["forward"].nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    assert show(program) == SHARDED
 
 
 def test_symbols_have_the_values_that_the_text_gives() -> None:
@@ -175,6 +183,11 @@ GRAPH = "mesh(dp=2)\ndef joint(x: f32[2, 3]):\n    {}\n    return [x]\n"
         (GRAPH.format("y = aten.relu.default(x)"), "line 3: expected `name: type = call"),
         (GRAPH.format("y: f32[2, 3] = aten.relu(x)"), "line 3: no op aten.relu;"),
         (GRAPH.format("y: f32[2, 3] @ unshard('w', twice=True) = aten.relu.default(x)"), "line 3: expected a tag"),
+        (GRAPH.format("y: f32[2, 3] @ unshard('w', keep=False) = aten.relu.default(x)"), "line 3: expected a tag"),
+        (
+            GRAPH.format("y: f32[2, 3] @ unshard('w', recompute=True, keep=True) = aten.relu.default(x)"),
+            "line 3: expected a tag",
+        ),
         (GRAPH.format("y: f32[2, 3] = aten.rulu.default(x)"), "line 3: no op aten.rulu.default"),
         (GRAPH.format("y: f32[2, 3] = builtins.eval('x')"), "line 3: no op builtins.eval"),
         (GRAPH.format("y: f32[2, 3] = opaque('z')(x)"), "line 3: what is opaque can't be read back"),

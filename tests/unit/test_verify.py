@@ -6,10 +6,14 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests import broken_buckets
 from tests.broken import (
     ALLOWED,
     GATHER_AGAIN,
     GATHERED,
+    KEEP,
+    KEEP_COPY,
+    KEPT,
     LOGICAL,
     MARKED,
     MERGED,
@@ -53,8 +57,15 @@ BROKEN = [
         (Invariant.GATHERED, PHYSICAL, GATHERED),
         (Invariant.REDUCED, PHYSICAL, REDUCED),
         (Invariant.WAITED, PHYSICAL, WAITED),
+        (Invariant.GATHERED, broken_buckets.BUCKETS, broken_buckets.GATHERED),
+        (Invariant.REDUCED, broken_buckets.BUCKETS, broken_buckets.REDUCED),
+        (Invariant.WAITED, broken_buckets.BUCKETS, broken_buckets.WAITED),
     )
     for name, (edits, said) in cases.items()
+]
+BROKEN += [
+    pytest.param(Invariant.KEPT, text, edits, said, id=f"KEPT-{name.replace(' ', '_')}")
+    for name, (text, edits, said) in KEPT.items()
 ]
 
 
@@ -69,6 +80,12 @@ def test_a_gathered_parameter_is_not_saved_in_any_form(name: str) -> None:
     assert refused(Invariant.RELEASED, PHYSICAL, *RELEASED[name], saved) == f"{name} in forward: {GATHER_AGAIN}"
 
 
+@pytest.mark.parametrize("name", broken_buckets.RELEASED)
+def test_what_a_bucket_gathers_is_not_saved_in_any_form(name: str) -> None:
+    said = refused(Invariant.RELEASED, broken_buckets.BUCKETS, ("x @ saved", f"{name} @ saved"))
+    assert said == f"{name} in forward: {broken_buckets.GATHER_AGAIN}"
+
+
 def test_a_gathered_parameter_is_not_left_to_the_partition() -> None:
     said = refused(Invariant.RELEASED, LOGICAL, (", recompute=True", ""))
     assert said == "read in joint: it may be saved; tag it MUST_RECOMPUTE"
@@ -79,6 +96,14 @@ def test_what_keeps_the_invariants_is_not_refused(name: str) -> None:
     text, edits = ALLOWED[name]
     logical = {Invariant.MARKED, Invariant.MERGED, Invariant.RELEASED}
     check(edited(text, edits, logical if text is LOGICAL else set(Invariant) - {Invariant.MARKED}))
+
+
+def test_buckets_keep_the_invariants() -> None:
+    check(edited(broken_buckets.BUCKETS, [], set(Invariant) - {Invariant.MARKED}))
+
+
+def test_kept_parameters_keep_the_invariants() -> None:
+    check(edited(LOGICAL, [KEEP, KEEP_COPY], {Invariant.MARKED, Invariant.MERGED, Invariant.KEPT}))
 
 
 def test_reads_are_merged_when_each_half_has_its_own() -> None:

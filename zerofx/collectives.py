@@ -1,0 +1,55 @@
+"""How a collective is read in a graph: alone, or as one member of a bucket."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Node
+
+c10d = torch.ops._c10d_functional
+WAIT = c10d.wait_tensor.default
+GATHERS = {c10d.all_gather_into_tensor.default}
+REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+SINGLE = {
+    c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default: c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce.default,
+}
+
+
+class Collective(NamedTuple):
+    """What one tensor goes through: the op as if it were alone, the tensor, and the op's other arguments."""
+
+    target: Any
+    source: Node
+    args: tuple[Any, ...]
+
+
+def collective(node: Node) -> Collective | None:
+    """The collective whose result the node is, or None. Of a bucket, the results are its getitem nodes."""
+    if node.target in GATHERS or node.target in REDUCTIONS:
+        return Collective(node.target, cast(Node, node.args[0]), node.args[1:])
+    if node.target is not operator.getitem:
+        return None
+    bucket, place = cast("tuple[Node, int]", node.args)
+    if bucket.target not in SINGLE:
+        return None
+    members = cast("list[Node]", bucket.args[0])
+    return Collective(SINGLE[bucket.target], members[place], bucket.args[1:])
+
+
+def is_gather(node: Node) -> bool:
+    sent = collective(node)
+    return sent is not None and sent.target in GATHERS
+
+
+def is_reduction(node: Node) -> bool:
+    sent = collective(node)
+    return sent is not None and sent.target in REDUCTIONS
+
+
+def is_bucket(node: Node) -> bool:
+    """Whether the node issues several collectives as one; its results are taken by getitem."""
+    return node.target in SINGLE
