@@ -16,10 +16,11 @@ from zerofx.engine import Engine
 from zerofx.groups import data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
 from zerofx.manager import Pass, validate
+from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
-from zerofx.shard import Owner, shard_parameters, sync_module
-from zerofx.swap import swap_class
+from zerofx.shard import Owner, shard_parameter, sync_module
+from zerofx.swap import READS, swap_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,6 +33,7 @@ def compile(  # noqa: A001
     persist_below: int = 10_000,
     bucket_mb: float = 25.0,
     ignored_params: Iterable[nn.Parameter] = (),
+    init_fn: InitFn | None = None,
     sync_init: bool = True,
     backend: str = "inductor",
     passes: Rewrite | None = None,
@@ -54,6 +56,8 @@ def compile(  # noqa: A001
         persist_below: parameters of fewer elements stay replicated.
         bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes).
         ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.
+        init_fn: writes the parameters and buffers of one module, for a model on the meta device; default: the module's
+            own `reset_parameters()`. Modules are made and cut one by one, so no rank ever holds the whole model.
         sync_init: start from the parameters and buffers of the group's first rank.
         backend: `inductor`; `interpreter` runs the rewritten graphs node by node; `eager` makes no graph at all.
         passes: a function from the default tuple of passes to the tuple to run.
@@ -69,12 +73,14 @@ def compile(  # noqa: A001
     facts: dict[str, Any] = {}
     config, owners = Config(), list[Owner]()
     order: tuple[Pass, ...] = ()
-    device_mesh = data_parallel_mesh(mesh, _device_of(model))
+    device = _device_of(model, mesh)
+    device_mesh = data_parallel_mesh(mesh, device)
     group = None if device_mesh is None else device_mesh.get_group()
     try:
         config = Config(stage, persist_below, bucket_mb, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config)
         refuse_model(model)
+        refuse_unwritable(model, init_fn)
         owners = find_owners(model, list(ignored_params))
         facts = config.facts() | {"torch's version": torch.__version__, "the passes": repr(order)}
         facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
@@ -84,24 +90,44 @@ def compile(  # noqa: A001
     agree(facts, problem, group)
 
     program = program_mesh(device_mesh)
-    layout = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
-    rank = 0
-    if device_mesh is None:
-        layout = Layout(tuple(owner.layout for owner in owners))
-    else:
-        assert group is not None
-        rank = device_mesh.get_local_rank()
-        if config.sync_init and device_mesh.size() > 1:
-            ignored = {id(param) for param in ignored_params}
-            for module in model.modules():
-                sync_module(module, group, ignored)
-        for owner, chosen in zip(owners, layout, strict=True):
-            owner.layout = chosen
-        shard_parameters(owners, device_mesh, program.axis("dp").group)
-        if "_zerofx_reads" not in model.__dict__:
-            swap_class(model)
+    chosen = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
+    layout = Layout(tuple(owner.layout for owner in owners)) if device_mesh is None else chosen
+    for owner, stored in zip(owners, layout, strict=True):
+        owner.layout = stored
+    _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, ignored_params)
+    rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank).attach(model)
     return model
+
+
+def _place(
+    model: nn.Module,
+    owners: list[Owner],
+    materialise: Materialiser,
+    mesh: DeviceMesh | None,
+    sync: bool,
+    ignored: Iterable[nn.Parameter],
+) -> None:
+    """Gives the model's tensors their values and cuts its parameters, one module at a time.
+
+    `owners` is emptied on the way, so that at no time more than one module is there whole.
+    """
+    done = {id(param) for param in ignored}
+    first: dict[int, list[Owner]] = {}
+    while owners:
+        owner = owners.pop(0)
+        first.setdefault(id(owner.places[0][0]), []).append(owner)
+    for prefix, module in model.named_modules():
+        materialise(prefix, module)
+        if mesh is None:
+            continue
+        if sync and mesh.size() > 1:
+            sync_module(module, mesh.get_group(), done)
+        for owner in first.pop(id(module), []):
+            shard_parameter(owner, mesh)
+    for module in model.modules():
+        if mesh is not None and (module is model or READS in module.__dict__):
+            swap_class(module)
 
 
 def _passes(config: Config) -> tuple[Pass, ...]:
@@ -112,11 +138,17 @@ def _passes(config: Config) -> tuple[Pass, ...]:
     return order
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the parameters are; those on the meta device go where the mesh is, or on the GPU if there is one."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"zerofx.compile takes a torch.nn.Module, not {type(model).__name__}")
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
+    real = next((param.device for param in model.parameters() if not param.is_meta), None)
+    if real is not None:
+        return real
+    if isinstance(mesh, DeviceMesh):
+        return torch.device(mesh.device_type)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
+    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, "meta" if tensor.is_meta else "real"
