@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.fx import Node
 
 from zerofx.program import Invariant, Level, Program, mark_recomputed, marked_param
+from zerofx.verify import SAME_DATA
 
 
 @dataclass(frozen=True)
 class ReleaseAfterUse:
-    """Marks every unshard of a sharded parameter as recomputed, so that the partition saves none."""
+    """Marks every unshard of a sharded parameter, its views and casts as recomputed: the partition saves none."""
 
     name: ClassVar[str] = "release-after-use"
     level: ClassVar[Level] = Level.LOGICAL
@@ -25,4 +27,12 @@ class ReleaseAfterUse:
         for graph in program.graphs.values():
             for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
                 if program.layout[marked_param(node)].dim is not None:
-                    mark_recomputed(node)
+                    _release(node)
+
+
+def _release(gathered: Node) -> None:
+    todo = [gathered]
+    while todo:
+        node = todo.pop()
+        mark_recomputed(node)
+        todo += [user for user in node.users if user.target in SAME_DATA]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,15 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
 def outside_graphs(function: F) -> F:
     """Makes Dynamo leave its graph for a call of the function, and come back for what the function calls."""
     return cast(F, cast(Any, torch.compiler).disable(function, recursive=False))
+
+
+def own_limit() -> dict[str, Any]:
+    """Arguments of torch.compile that let a model count its own recompilations, where torch knows them.
+
+    Otherwise models with the same module classes share one limit, past which the classes' code runs eagerly.
+    """
+    known = inspect.signature(torch.compile).parameters
+    return {name: True for name in ("isolate_recompiles",) if name in known}
 
 
 def hook_guards() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.agree import agree
-from zerofx.check_model import ModelError, find_owners, refuse_model
+from zerofx.check_model import ModelError, find_owners, parameters_of, refuse_model
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
 from zerofx.groups import data_parallel_mesh, program_mesh
@@ -76,12 +76,14 @@ def compile(  # noqa: A001
     device = _device_of(model, mesh)
     device_mesh = data_parallel_mesh(mesh, device)
     group = None if device_mesh is None else device_mesh.get_group()
+    ignored = list[nn.Parameter]()
     try:
+        ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, bucket_mb, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config)
         refuse_model(model)
         refuse_unwritable(model, init_fn)
-        owners = find_owners(model, list(ignored_params))
+        owners = find_owners(model, ignored)
         facts = config.facts() | {"torch's version": torch.__version__, "the passes": repr(order)}
         facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
         facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
@@ -94,9 +96,11 @@ def compile(  # noqa: A001
     layout = Layout(tuple(owner.layout for owner in owners)) if device_mesh is None else chosen
     for owner, stored in zip(owners, layout, strict=True):
         owner.layout = stored
-    _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, ignored_params)
+    ids = {id(param) for param in ignored}
+    left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
+    _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
-    Engine(config, order, program, layout, rank).attach(model)
+    Engine(config, order, program, layout, rank, left_alone).attach(model)
     return model
 
 
@@ -106,13 +110,13 @@ def _place(
     materialise: Materialiser,
     mesh: DeviceMesh | None,
     sync: bool,
-    ignored: Iterable[nn.Parameter],
+    ignored: frozenset[str],
 ) -> None:
     """Gives the model's tensors their values and cuts its parameters, one module at a time.
 
     `owners` is emptied on the way, so that at no time more than one module is there whole.
     """
-    done = {id(param) for param in ignored}
+    done = set[int]()
     first: dict[int, list[Owner]] = {}
     while owners:
         owner = owners.pop(0)
@@ -121,6 +125,8 @@ def _place(
         materialise(prefix, module)
         if mesh is None:
             continue
+        names = {f"{prefix}.{name}" if prefix else name: param for name, param in module._parameters.items()}
+        done |= {id(param) for name, param in names.items() if name in ignored}
         if sync and mesh.size() > 1:
             sync_module(module, mesh.get_group(), done)
         for owner in first.pop(id(module), []):

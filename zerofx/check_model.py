@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zerofx.config import ConfigError
 from zerofx.layout import ParamLayout
 from zerofx.shard import Owner
 
 
 class ModelError(ValueError):
     """The model holds something that zerofx.compile cannot shard."""
+
+
+def parameters_of(ignored: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What `ignored_params` holds. Raises ConfigError for anything but parameters, such as their names."""
+    found = list(ignored)
+    for each in found:
+        if not isinstance(each, nn.Parameter):
+            raise ConfigError(f"zerofx.compile(ignored_params=...) takes parameters, not {type(each).__name__}")
+    return found
 
 
 def refuse_model(model: nn.Module) -> None:

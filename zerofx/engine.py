@@ -12,29 +12,40 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from zerofx import _torch, records
 from zerofx.backends import inductor, interpret
 from zerofx.capture import Capture
+from zerofx.check_model import ModelError
 from zerofx.config import Config
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.mesh import Mesh
-from zerofx.swap import RUNNING
+from zerofx.swap import READS, RUNNING
 
 
 class Engine:
     """One for each compiled model, found in the root module's `__dict__` as `_zerofx_engine`."""
 
-    def __init__(self, config: Config, passes: tuple[Pass, ...], mesh: Mesh, layout: Layout, rank: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        passes: tuple[Pass, ...],
+        mesh: Mesh,
+        layout: Layout,
+        rank: int,
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
         self.config, self.passes, self.mesh, self.layout, self.rank = config, passes, mesh, layout, rank
+        self.ignored = ignored
         self.captures: list[Capture] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.warned = False
 
     def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
-        return Engine, (self.config, self.passes, self.mesh, self.layout, self.rank)
+        return Engine, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored)
 
     def attach(self, model: nn.Module) -> None:
         """Makes calls of the model run compiled."""
@@ -44,13 +55,14 @@ class Engine:
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
+        self.refuse_new_parameters()
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
         capture = Capture(params, self.passes, self.mesh, layout, self.rank)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
             return interpret(capture, gm, inputs)
-        key = records.key(gm, inputs, self.digest())
+        key = records.key(gm, inputs, params, self.digest())
         compiled = inductor(capture, key, gm, inputs)
         if not capture.steps and not records.load(key, capture):
             # Compiled by another process whose record is gone: without it there would be nothing to inspect.
@@ -58,11 +70,30 @@ class Engine:
         records.save(key, capture)
         return compiled
 
+    def refuse_new_parameters(self) -> None:
+        """Raises ModelError for a parameter that a module brought along which was put in after zerofx.compile."""
+        model = self.model()
+        if self.mesh.world == 1 or model is None:
+            return
+        for prefix, module in model.named_modules():
+            for name, param in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                new = name not in module.__dict__.get(READS, ()) and full not in self.ignored
+                if new and param is not None and param.requires_grad and not isinstance(param, DTensor):
+                    raise ModelError(
+                        f"parameter {full!r} was put into the model after zerofx.compile, its gradient would not be "
+                        "reduced: change modules before zerofx.compile"
+                    )
+
     def parameters_now(self) -> tuple[dict[int, str], Layout]:
-        """The names of the parameters by id, and the layout with what may change later: dtype and requires_grad."""
+        """The names of the parameters by id, and the layout with what may change later: dtype and requires_grad.
+
+        Whole tensors that stand in for stored parts, as in torch.func.functional_call, are not parameters.
+        """
         model = self.model()
         assert model is not None
-        now = dict(model.named_parameters())
+        stored = (nn.Parameter,) if self.mesh.world == 1 else (DTensor,)
+        now = {name: param for name, param in model.named_parameters() if isinstance(param, stored)}
         layout = tuple(
             replace(param, dtype=now[param.name].dtype, requires_grad=now[param.name].requires_grad)
             for param in self.layout
@@ -88,14 +119,15 @@ class CompiledCall:
         self.engine = engine
         call = _own_call(model)
         if engine.config.backend != "eager":
-            config = engine.config
-            call = torch.compile(call, backend=engine.backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+            options: dict[str, Any] = {"dynamic": engine.config.dynamic, "fullgraph": engine.config.fullgraph}
+            call = torch.compile(call, backend=engine.backend, **options, **_torch.own_limit())
         self.call = call
 
     @_torch.outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine.config.backend == "eager":
+            engine.refuse_new_parameters()
             with RUNNING.forward():
                 return self.call(*args, **kwargs)
         before = None if engine.warned else _torch.graph_break_reasons()

@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,18 @@ def source() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def key(gm: GraphModule, inputs: Sequence[Any], digest: str) -> str:
+def key(gm: GraphModule, inputs: Sequence[Any], params: Mapping[int, str], digest: str) -> str:
     """Names a captured graph: its code, its inputs and all that decides what the passes make of it."""
-    told = [torch.__version__, digest, str(gm.graph), *map(_describe, inputs)]
+    told = [torch.__version__, digest, str(gm.graph), repr(sorted(params.items())), *map(_describe, inputs)]
+    devices = sorted({value.device.type for value in inputs if isinstance(value, Tensor)})
+    told += [repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(_autocast, devices)))]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype] | None:
+    if not torch.amp.is_autocast_available(device):
+        return None
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _describe(value: Any) -> str:

@@ -26,6 +26,15 @@ def distribute(whole: Tensor, like: DTensor) -> DTensor:
     )
 
 
+def stored_as(value: Tensor, like: DTensor) -> DTensor:
+    """A whole tensor, or one stored in another way, as `like` is stored; a collective in the second case."""
+    if not isinstance(value, DTensor):
+        return distribute(value, like)
+    if value.placements == like.placements:
+        return value
+    return value.redistribute(placements=like.placements)
+
+
 def local_rows(whole: Tensor, dim: int, world: int, rank: int) -> Tensor:
     """A view of the rows of `dim` that `rank` stores."""
     size = whole.shape[dim]

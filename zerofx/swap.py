@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
 from zerofx.ops import unshard
-from zerofx.stored import converted, distribute
+from zerofx.stored import converted, stored_as
 
 READS = "_zerofx_reads"
 
@@ -92,7 +93,7 @@ class Sharded(nn.Module):
                 f"{cls.__name__} cannot be derived from {base} of a compiled model: put parametrizations and wrappers "
                 "on before zerofx.compile"
             )
-        super().__init_subclass__(**kwargs)
+        # The user's own __init_subclass__ isn't called: it may register the class, and this one is not a new one.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls = cast("Any", type(self))
@@ -100,25 +101,25 @@ class Sharded(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
-        if attach := getattr(state.get("_zerofx_engine"), "attach", None):
-            attach(self)
+        if engine := state.get("_zerofx_engine"):
+            copy.copy(engine).attach(self)  # a shallow copy of a model comes here with the engine of that model
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, param in self._parameters.items():
             value = state_dict.get(prefix + name)
-            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if plain and isinstance(param, DTensor) and value.shape == param.shape:
-                state_dict[prefix + name] = distribute(value, param)
+            if isinstance(param, DTensor) and isinstance(value, Tensor) and value.shape == param.shape:
+                state_dict[prefix + name] = stored_as(value, param)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Conversions such as `model.double()`: a sharded parameter is replaced by a new one, as an overwrite."""
         own = {name: cast("nn.Parameter", p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        new = {name: converted(param, fn, name) for name, param in own.items()}
         self._parameters.update(dict.fromkeys(own))
         try:
             return cast("Any", super())._apply(fn, recurse)
         finally:
-            self._parameters.update({name: converted(param, fn, name) for name, param in own.items()})
+            self._parameters.update(new)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         path, _, name = target.rpartition(".")
