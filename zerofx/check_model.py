@@ -78,10 +78,6 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
         raise ModelError(
             f"parameter {name!r} is a DTensor already: pass the model before it is sharded or parallelised"
         )
-    if param.is_meta:
-        raise ModelError(
-            f"parameter {name!r} is on the meta device: initialise it on its real device before zerofx.compile"
-        )
     if param.is_complex():
         raise ModelError(
             f"parameter {name!r} is complex, which cannot be reduced: store it as two real ones (torch.view_as_real), "
@@ -115,7 +111,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _refuse_mixed_devices(owners: dict[int, Owner]) -> None:
-    devices = {str(owner.param.device): owner.layout.name for owner in owners.values()}
+    devices = {str(o.param.device): o.layout.name for o in owners.values() if not o.param.is_meta}
     if len(devices) > 1:
         told = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ModelError(f"parameters are on several devices ({told}): move the model to one device")

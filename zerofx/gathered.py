@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 REMEDY = (
-    "this is a gathered copy of a sharded parameter, so writing to it would be lost: write to the stored part, "
-    "the DTensor in model.named_parameters(), or load whole values with load_state_dict"
+    "this is a gathered copy of a sharded parameter, so writing to it would be lost: write inside "
+    "`with zerofx.full_params(model):`, or to the stored part, the DTensor in model.named_parameters()"
 )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zerofx.layout import ParamLayout, rows_at
 from zerofx.ops import REPLICATED
 from zerofx.stale import STALE
 from zerofx.stored import stored_part
-from zerofx.swap import READS, Read, swap_class
+from zerofx.swap import READS, Read
 
 
 @dataclass
@@ -26,33 +28,26 @@ class Owner:
     names: list[str] = field(default_factory=list)
 
 
-def shard_parameters(owners: list[Owner], mesh: DeviceMesh, group: str) -> None:
-    """Replaces each parameter by its DTensor part, and swaps the classes of the modules that own them.
-
-    Parameters are released one by one, so the whole model and its shards are never there together.
-    """
-    world, rank = mesh.size(), mesh.get_local_rank()
-    modules: dict[int, nn.Module] = {}
-    while owners:
-        owner = owners.pop()
-        part = stored_part(owner.param, owner.layout, mesh)
-        STALE.add(owner.param, owner.layout.name)
-        dim = REPLICATED if owner.layout.dim is None else owner.layout.dim
-        rows = 0 if owner.layout.dim is None else rows_at(owner.layout.size[dim], world, rank)
-        for module, name in owner.places:
-            module._parameters[name] = part
-            module.__dict__.setdefault(READS, {})[name] = Read(owner.layout.size, dim, rows, group)
-            modules[id(module)] = module
-    for module in modules.values():
-        swap_class(module)
+def shard_parameter(owner: Owner, mesh: DeviceMesh) -> None:
+    """Replaces a parameter by its DTensor part in all its places; `swap_class` makes their modules read it."""
+    module, name = owner.places[0]
+    part = stored_part(cast("nn.Parameter", module._parameters[name]), owner.layout, mesh)
+    STALE.add(owner.param, owner.layout.name)
+    dim = REPLICATED if owner.layout.dim is None else owner.layout.dim
+    rows = 0 if owner.layout.dim is None else rows_at(owner.layout.size[dim], mesh.size(), mesh.get_local_rank())
+    for module, name in owner.places:
+        module._parameters[name] = part
+        read = Read(owner.layout.size, dim, rows, mesh.get_group().group_name)
+        module.__dict__.setdefault(READS, {})[name] = read
 
 
 def sync_module(module: nn.Module, group: dist.ProcessGroup, done: set[int]) -> None:
     """Gives the module's own parameters and buffers the values of the group's first rank."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is None or id(tensor) in done or tensor.numel() == 0:
+        if tensor is None or isinstance(tensor, DTensor) or id(tensor) in done or tensor.numel() == 0:
             continue
-        done.add(id(tensor))
+        if not isinstance(tensor, nn.Parameter):  # a parameter is sharded before another module is synchronised
+            done.add(id(tensor))
         target = tensor.detach()
         for dim, stride in enumerate(target.stride()):
             if stride == 0:
