@@ -171,8 +171,10 @@ def _put_objects_last(forward: Graph, backward: Graph, seen: int) -> None:
     out.args = ((*values[:seen], *tensors, *(value for value in values[seen:] if not _is_tensor(value))),)
     inputs = placeholders(backward)
     tangent = next((node for node in inputs if _torch.is_tangent(node.meta.get("desc"))), None)
-    for node in inputs:
-        if tangent is not None and _torch.is_handed_object(node.meta.get("val")):
+    if tangent is None:
+        return
+    for node in inputs[: inputs.index(tangent)]:
+        if _torch.is_handed_object(node.meta.get("val")):
             tangent.prepend(node)
 
 

@@ -59,6 +59,13 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Noisy(Net):
+    """Drops out in a checkpointed region: the backward must draw the same numbers again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(lambda y: F.dropout(self.norm(self.a(y)), 0.5), x, use_reentrant=False))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +90,17 @@ def test_gradients_are_those_of_one_process(make: type[Net]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         trained(make)
     assert slowly(caught) == []
+
+
+@pytest.mark.parametrize("backend", ["interpreter", "eager"])
+@on_ranks(2)
+def test_a_checkpointed_region_draws_its_random_numbers_again(backend: str) -> None:
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        return square(model, rank)
+
+    model, plain = trained(Noisy, loss, backend=backend)
+    backward(model, plain, loss)
 
 
 @pytest.mark.parametrize("make", [Net, Broken, PartlyDisabled, Repeated, Checkpointed, Reentrant])
