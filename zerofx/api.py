@@ -20,7 +20,7 @@ from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
 from zerofx.shard import Owner, shard_parameter, sync_module
-from zerofx.swap import READS, swap_class
+from zerofx.swap import READS, swap_class, swap_unsharded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,8 +131,11 @@ def _place(
             sync_module(module, mesh.get_group(), done)
         for owner in first.pop(id(module), []):
             shard_parameter(owner, mesh)
+    if mesh is None:
+        swap_unsharded(model)
+        return
     for module in model.modules():
-        if mesh is not None and (module is model or READS in module.__dict__):
+        if module is model or READS in module.__dict__:
             swap_class(module)
 
 

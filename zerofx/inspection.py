@@ -7,6 +7,7 @@ import difflib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 
@@ -144,9 +145,9 @@ def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Coll
     kind = line.target.split(".")[1].removesuffix("_coalesced")
     group = line.args[-1].strip("'")
     world = program.axes[group]
-    size = line.numel * BYTES[line.dtype]
-    sent = {GATHER: size * (world - 1) // world, SCATTER: size * (world - 1), REDUCE: 2 * size * (world - 1) // world}
-    return Collective(graph, part, line.name, kind, line.role, line.params, line.dtype, group, sent[kind])
+    times = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[kind] * (world - 1)
+    sent = sum(int(size * BYTES[line.dtype] * times) for size in line.numels)
+    return Collective(graph, part, line.name, kind, line.role, line.params, line.dtype, group, sent)
 
 
 def _bound(graph: Graph) -> int:

@@ -83,8 +83,8 @@ def _refuse_write(name: str, module: nn.Module, value: object) -> NoReturn:
     raise TypeError(f"cannot assign {type(value).__name__} as parameter {name!r} of a compiled model")
 
 
-class Sharded(nn.Module):
-    """What a swapped class adds to the user's own module class."""
+class Copied(nn.Module):
+    """What the swapped class of a compiled model's root adds: its copies are compiled too."""
 
     def __init_subclass__(cls, zerofx_made: bool = False, **kwargs: Any) -> None:
         if not zerofx_made:
@@ -103,6 +103,10 @@ class Sharded(nn.Module):
         cast("Any", super()).__setstate__(state)
         if engine := state.get("_zerofx_engine"):
             copy.copy(engine).attach(self)  # a shallow copy of a model comes here with the engine of that model
+
+
+class Sharded(Copied, zerofx_made=True):
+    """What the swapped class of a module with sharded parameters, and of a sharded model's root, adds."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, param in self._parameters.items():
@@ -157,19 +161,19 @@ class FlatWeights(Sharded, zerofx_made=True):
 
 
 @functools.cache
-def sharded_class(base: type, names: tuple[str, ...]) -> type:
-    """The class of a module of class `base` with sharded parameters `names`.
+def sharded_class(base: type, names: tuple[str, ...] | None) -> type:
+    """The class of a module of class `base` with sharded parameters `names`; None for the root of an unsharded model.
 
     It is one for all modules alike, so that compiled code is shared between them.
     """
-    mixin = FlatWeights if issubclass(base, nn.RNNBase) else Sharded
-    body: dict[str, Any] = {name: _reader(name) for name in names}
+    mixin = Copied if names is None else FlatWeights if issubclass(base, nn.RNNBase) else Sharded
+    body: dict[str, Any] = {name: _reader(name) for name in names or ()}
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     body |= {"zerofx_base": base, "zerofx_names": names}
     return type(base.__name__, (mixin, base), body, zerofx_made=True)
 
 
-def _rebuild(base: type, names: tuple[str, ...]) -> Any:
+def _rebuild(base: type, names: tuple[str, ...] | None) -> Any:
     cls = cast("Any", sharded_class(base, names))
     return cls.__new__(cls)
 
@@ -181,3 +185,8 @@ def swap_class(module: nn.Module) -> None:
     module.__dict__[READS] = {name: reads[name] for name in names}
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = sharded_class(cast("Any", type(module)), names)
+
+
+def swap_unsharded(model: nn.Module) -> None:
+    """Gives the root of a model that no group shares the class that compiles its copies."""
+    model.__class__ = sharded_class(cast("Any", type(model)), None)

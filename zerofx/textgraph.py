@@ -28,10 +28,10 @@ class Line:
         return str(TENSOR.findall(self.type)[0][0])
 
     @property
-    def numel(self) -> int:
-        """Elements of a result with a fixed shape, or of several together."""
+    def numels(self) -> list[int]:
+        """Elements of a result with a fixed shape, or of each of several."""
         shapes = [shape.replace("()", "").split(",") for _, shape in TENSOR.findall(self.type)]
-        return sum(prod(int(size) for size in shape if size.strip()) for shape in shapes)
+        return [prod(int(size) for size in shape if size.strip()) for shape in shapes]
 
 
 @dataclass(frozen=True)

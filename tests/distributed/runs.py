@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +21,7 @@ from zerofx.inspection import Collectives
 STEPS = 5
 NONE, SOME, DEFAULT = 0, 1_000, 10_000  # values of persist_below
 Builder = Callable[[], Case]
-c10d = torch.ops._c10d_functional
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Setting(NamedTuple):
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 class Spy(Interpreter):
     """Tells its listeners of every node that carries a tag: the node, its first input and its result."""
 
-    listeners: tuple[Callable[[Node, torch.Tensor, torch.Tensor], None], ...] = ()
+    listeners: tuple[Callable[[Node, Tensors, Tensors], None], ...] = ()
 
     def run_node(self, node: Node) -> Any:
         result = super().run_node(node)
@@ -79,14 +79,21 @@ class ByteCounter:
     def __init__(self, world: int) -> None:
         self.world, self.bytes = world, 0
 
-    def __call__(self, node: Node, given: torch.Tensor, result: torch.Tensor) -> None:
+    def __call__(self, node: Node, given: Tensors, result: Tensors) -> None:
         others = self.world - 1
         each = {
-            c10d.all_gather_into_tensor.default: given.nbytes * others,
-            c10d.reduce_scatter_tensor.default: result.nbytes * others,
-            c10d.all_reduce.default: 2 * given.nbytes * others // self.world,
+            "all_gather_into_tensor": [t.nbytes * others for t in members(given)],
+            "reduce_scatter_tensor": [t.nbytes * others for t in members(result)],
+            "all_reduce": [2 * t.nbytes * others // self.world for t in members(given)],
         }
-        self.bytes += each.get(node.target, 0)
+        namespace, _, op = str(node.target).partition(".")
+        if namespace == "_c10d_functional":
+            self.bytes += sum(each.get(op.removesuffix(".default").removesuffix("_coalesced"), []))
+
+
+def members(tensors: Tensors) -> Sequence[torch.Tensor]:
+    """The tensors of a bucket, or the one that travels alone."""
+    return tensors if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def spied() -> Any:

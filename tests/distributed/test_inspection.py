@@ -23,7 +23,9 @@ STEPS = [
     "release-after-use",
     "partition",
     "insert-all-gather",
+    "bucket-all-gathers",
     "insert-reduce-scatter",
+    "bucket-reductions",
 ]
 F32 = 4
 WEIGHTS = 14 * 7 * F32, 7 * 14 * F32  # of a and b, with a row of padding: a is cut on its rows, b on its columns
@@ -39,7 +41,7 @@ class Seen(NamedTuple):
 
 
 def inspected() -> Seen:
-    model = sharded(Net())
+    model = sharded(Net(), bucket_mb=1e-6)  # a collective for each parameter
     square(model, 0).backward()
     with torch.no_grad():
         model(rows(0))

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerofx
-from tests.distributed.runs import Builder, Spy, spied
+from tests.distributed.runs import Builder, Spy, Tensors, members, spied
 from tests.models import gpt, gpt2, mlp_odd
 from tests.pool import Pool
 from tests.training import adamw
@@ -34,9 +34,9 @@ class Held:
     def __init__(self) -> None:
         self.storages: list[StorageWeakRef] = []
 
-    def __call__(self, node: Node, given: torch.Tensor, result: torch.Tensor) -> None:
+    def __call__(self, node: Node, given: Tensors, result: Tensors) -> None:
         if node.meta["zerofx"].role == "unshard":
-            self.storages.append(StorageWeakRef(result.untyped_storage()))
+            self.storages += [StorageWeakRef(part.untyped_storage()) for part in members(result)]
 
     def counts(self) -> tuple[int, int]:
         """How many were seen and how many stay alive."""
