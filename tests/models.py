@@ -111,16 +111,19 @@ def gpt() -> Case:
     return Case(GPT(), _text, _text_loss)
 
 
-def _labelled_text(rank: int, step: int) -> Batch:
+def labelled_text(rank: int, step: int) -> Batch:
+    """Tokens that are their own labels, as transformers' language models shift them."""
     ids = torch.randint(3, VOCAB, (ROWS, SEQ), generator=generator(rank, step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss that a transformers model returns for a batch with labels."""
     return model(**batch).loss
 
 
-def _own_loss_uncached(model: nn.Module, batch: Batch) -> torch.Tensor:
+def own_loss_uncached(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The same without the keys and values that a decoder would keep for the next token."""
     return model(**batch, use_cache=False).loss
 
 
@@ -143,7 +146,7 @@ def gpt2() -> Case:
     )
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # without it transformers logs a warning in the forward, which breaks the graph
-    return Case(model, _labelled_text, _own_loss_uncached)
+    return Case(model, labelled_text, own_loss_uncached)
 
 
 def _images(rank: int, step: int) -> Batch:
@@ -168,4 +171,4 @@ def resnet() -> Case:
         num_labels=7,
         problem_type="single_label_classification",  # otherwise set by the first forward, which changes the graph
     )
-    return Case(ResNetForImageClassification(config).train(), _images, _own_loss)
+    return Case(ResNetForImageClassification(config).train(), _images, own_loss)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo as _dynamo
+import torch._functorch.config as _functorch_config
 import torch.distributed.distributed_c10d as _c10d
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.source import ConstantSource as _ConstantSource
@@ -57,6 +58,14 @@ def hook_guards() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", _dynamo.config.patch(skip_nnmodule_hook_guards=False))
 
 
+def _backward_as_eager() -> AbstractContextManager[Any]:
+    """While it is entered, the backward of what is compiled is traced as eager code runs it: outside of autocast.
+
+    Otherwise the autocast around the call of the model reaches into the backward of regions that the user took out.
+    """
+    return cast("AbstractContextManager[Any]", _functorch_config.patch(backward_pass_autocast="off"))
+
+
 def graph_break_reasons() -> Counter[str]:
     """How often Dynamo left a graph, by its reason."""
     return Counter(_dynamo.utils.counters["graph_break"])
@@ -102,15 +111,16 @@ def aot_compile(
     gm: GraphModule, inputs: Sequence[Any], compiler: Any, inference_compiler: Any, partition: Any
 ) -> Callable[..., Any]:
     """Traces a Dynamo graph with its backward, without decompositions, so that each op runs the eager kernel."""
-    return _aot_module_simplified(
-        gm,
-        inputs,
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=inference_compiler,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+    with _backward_as_eager():
+        return _aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
 
 
 class _Partition(CustomPartitionerFn):
@@ -154,7 +164,8 @@ def inductor_compile(
     }
     if not use_caches:
         patches["force_disable_caches"] = True
-    return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches))
+    with _backward_as_eager():
+        return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches))
 
 
 def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,10 @@ def compile(  # noqa: A001
     global batch, and `loss.backward()` leaves in `p.grad` this rank's part of the mean gradient over all ranks.
     Parameters become `DTensor`s; `state_dict` keys, module classes, attributes and hooks stay what they were.
 
+    Buffers belong to their rank: what a forward writes into one stays there, as under DDP with
+    `broadcast_buffers=False`. A parameter that only outputs depend on which the loss ignores has a zero gradient and
+    not None, as in any compiled graph, so that weight decay moves it; one that the forward does not read has None.
+
     Args:
         model: the model, on the device it trains on, with the same structure on every rank.
         stage: 3 stores each rank's part of the parameters, gathers them for use and releases them after it; 1 and 2

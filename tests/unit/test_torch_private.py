@@ -55,6 +55,7 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
     [
         (_torch._dynamo.config, ["skip_nnmodule_hook_guards"]),
         (_torch._dynamo.utils, ["counters"]),
+        (_torch._functorch_config, ["backward_pass_autocast"]),
         (config, ["custom_partitioner_fn", "post_grad_custom_pre_pass", "reorder_for_peak_memory"]),
         (config, ["force_disable_caches"]),
         (_torch._ShapeEnv(), ["backed_var_to_val"]),

@@ -1,0 +1,93 @@
+"""Architectures of transformers train on several ranks as in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofx
+from tests.architectures import ARCHITECTURES
+from tests.pool import Pool
+from tests.training import MakeOptimizer, Trained, adamw, compare, difference, reference, sgd, train
+
+STEPS = 3
+RTOL = 1e-5
+OPTIMIZERS = (sgd, adamw)
+QUICK = {
+    "gpt2": 3,
+    "llama": 3,
+    "lora_llama": 2,
+    "mistral": 1,
+    "qwen3": 2,
+    "gpt_neox": 1,
+    "opt": 3,
+    "bert": 2,
+    "t5": 3,
+    "vit": 1,
+    "resnet": 3,
+    "convnext": 2,
+}
+"""The stage at which each is tested when not all are."""
+
+
+def train_rank(name: str, stage: int, backend: str) -> dict[str, Trained]:
+    """Trains with each optimizer in turn on one compiled model."""
+    case = ARCHITECTURES[name]()
+    start = {name: value.clone() for name, value in case.model.state_dict().items()}
+    zerofx.compile(case.model, stage=stage, persist_below=0, backend=backend)
+    trained: dict[str, Trained] = {}
+    for make in OPTIMIZERS:
+        case.model.load_state_dict(start)
+        trained[make.__name__] = train(case, make, STEPS, dist.get_rank())
+    return trained
+
+
+@functools.cache
+def expected_of(name: str, make: MakeOptimizer, world: int) -> Trained:
+    return reference(ARCHITECTURES[name], make, STEPS, world)
+
+
+def check(pool: Pool, name: str, stage: int, backend: str) -> None:
+    """Compares every rank's parameters, buffers of the first rank, and the losses with those of one process."""
+    ranks = pool.run(train_rank, name, stage, backend, timeout=500)
+    for make in OPTIMIZERS:
+        expected = expected_of(name, make, pool.world)
+        results = [rank[make.__name__] for rank in ranks]
+        worst = compare(results[0].state, expected.state, RTOL)
+        assert not worst, (make.__name__, worst)
+        parameters = expected.grads.keys()
+        assert results[0].grads.keys() == parameters
+        for other in results[1:]:
+            assert all(torch.equal(other.state[key], results[0].state[key]) for key in parameters)
+        losses = torch.tensor([rank.losses for rank in results]).mean(0)
+        assert difference(losses, torch.tensor(expected.losses)) < RTOL
+
+
+def settings() -> list[object]:
+    """Each architecture once at two ranks; with --full at every stage and also at three ranks."""
+    return [
+        pytest.param(name, stage, world, marks=[] if (stage, world) == (QUICK[name], 2) else [pytest.mark.full])
+        for name in ARCHITECTURES
+        for world in (2, 3)
+        for stage in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "stage", "world"), settings())
+def test_interpreted_architectures_train_as_in_one_process(
+    pool: Callable[[int], Pool], name: str, stage: int, world: int
+) -> None:
+    check(pool(world), name, stage, "interpreter")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("llama", "resnet") else [pytest.mark.full]) for name in ARCHITECTURES],
+)
+def test_inductor_compiled_architectures_train_as_in_one_process(pool: Callable[[int], Pool], name: str) -> None:
+    check(pool(2), name, 3, "inductor")

@@ -1,0 +1,1 @@
+"""Training situations that sharding libraries have got wrong, each with the values of one process to compare with."""
