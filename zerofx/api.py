@@ -129,8 +129,8 @@ def _place(
         materialise(prefix, module)
         if mesh is None:
             continue
-        names = {f"{prefix}.{name}" if prefix else name: param for name, param in module._parameters.items()}
-        done |= {id(param) for name, param in names.items() if name in ignored}
+        start = f"{prefix}." if prefix else ""
+        done |= {id(param) for name, param in module._parameters.items() if start + name in ignored}
         if sync and mesh.size() > 1:
             sync_module(module, mesh.get_group(), done)
         for owner in first.pop(id(module), []):

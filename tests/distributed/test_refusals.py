@@ -92,8 +92,8 @@ def frozen_on_last() -> nn.Module:
 
 SPARSE = "sparse gradients, which cannot be reduced: make it with sparse=False"
 REFUSALS = [
-    Refusal("stage", Net, always(stage=4), ("stage=4", "one of 0, 3")),
-    Refusal("stage_type", Net, always(stage="3"), ("stage='3'", "one of 0, 3")),
+    Refusal("stage", Net, always(stage=4), ("stage=4", "one of 0, 1, 2, 3")),
+    Refusal("stage_type", Net, always(stage="3"), ("stage='3'", "one of 0, 1, 2, 3")),
     Refusal("stage_bool", Net, always(stage=True), ("stage=True",)),
     Refusal("backend", Net, always(backend="aot"), ("backend='aot'", "'inductor', 'interpreter', 'eager'")),
     Refusal("persist_below", Net, always(persist_below=-1), ("persist_below=-1", "number of elements, 0 or more")),
@@ -114,7 +114,7 @@ REFUSALS = [
     Refusal("other_shape", wider_on_last, none, ("ranks differ in parameter weight", "(13, 7)", "(14, 7)", "same")),
     Refusal("other_depth", deeper_on_last, none, ("ranks differ in parameter 1.weight", "of the group has None")),
     Refusal("other_frozen", frozen_on_last, none, ("ranks differ in parameter a.weight", "True", "False")),
-    Refusal("bad_on_last", Net, only_last(stage=5), ("failed on rank 1", "stage=5"), ("ConfigError", "0, 3")),
+    Refusal("bad_on_last", Net, only_last(stage=5), ("failed on rank 1", "stage=5"), ("ConfigError", "0, 1, 2, 3")),
     Refusal("bad_passes", Net, only_last(passes=lambda order: 1 / 0), ("failed on rank 1",), ("ZeroDivisionError",)),
     Refusal("twice", lambda: sharded(Net(), backend="eager"), none, ("already called on this model", "once")),
     Refusal("part_twice", inside(lambda: sharded(Net(), backend="eager")), none, ("called on its submodule '1'",)),
@@ -125,8 +125,7 @@ REFUSALS = [
     Refusal("script", lambda: torch.jit.trace(Net(), torch.ones(1, 7)), none, ("ScriptModule", "the Python module")),
     Refusal("sparse", inside(lambda: nn.Embedding(5, 7, sparse=True)), none, ("its submodule '1'", SPARSE)),
     Refusal("complex", with_parameter(lambda: torch.zeros(3, dtype=torch.cfloat)), none, ("'extra' is complex", "two")),
-    Refusal("meta", lambda: nn.Linear(7, 7, device="meta"), none, ("'weight' is on the meta device", "real device")),
-    Refusal("mixed", with_parameter(lambda: torch.zeros(3, device="meta")), none, ("'extra'",)),
+    Refusal("meta", with_parameter(lambda: torch.zeros(3, device="meta")), none, ("'extra' is on the meta", "init_fn")),
     Refusal("lazy", lambda: nn.LazyLinear(7), none, ("'weight' is not initialised yet", "run the lazy module once")),
     Refusal("dtensor", distributed, none, ("'weight' is a DTensor already", "before it is sharded or parallelised")),
     Refusal("cached", cached, none, ("'a.weight' is also kept in the attribute 'heads'", "read it from its module")),
