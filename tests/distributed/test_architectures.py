@@ -84,6 +84,7 @@ def test_interpreted_architectures_train_as_in_one_process(
     check(pool(world), name, stage, "interpreter")
 
 
+@pytest.mark.full
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     "name",
