@@ -220,7 +220,7 @@ def generate(model: nn.Module, prompt: str, length: int, context: int, device: t
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", type=int, default=3, choices=(0, 3), help="what is sharded: nothing, or everything")
+    parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="0 shards nothing, 3 everything")
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all ranks")

@@ -66,7 +66,9 @@ def test_a_second_compile_is_refused() -> None:
 
 def test_a_wrong_argument_is_refused() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"zerofx\.compile\(stage=4\) is not possible: stage must be one of 0, 1, 2, 3"):
+    with pytest.raises(
+        ValueError, match=r"zerofx\.compile\(stage=4\) is not possible: stage must be one of 0, 1, 2, 3"
+    ):
         zerofx.compile(model, stage=4)
     assert set(vars(model)) == set(vars(nn.Linear(3, 3)))
 
