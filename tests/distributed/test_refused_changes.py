@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from tests.distributed.ranks import Net, has, message, on_ranks, same, sharded, square, whole
 
-COPY = ("gathered copy of a sharded parameter", "model.named_parameters()", "load_state_dict")
+COPY = ("gathered copy of a sharded parameter", "model.named_parameters()", "zerofx.full_params")
 Change = Callable[[Any], Any]
 WRITES: dict[str, Change] = {
     "in_place": lambda m: m.a.weight.mul_(2),
