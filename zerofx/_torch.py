@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
 F = TypeVar("F", bound=Callable[..., Any])
 OpOverload = torch._ops.OpOverload
+TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
 
 
 def group_size(group: str) -> int:
@@ -95,6 +96,17 @@ def is_tangent(desc: Any) -> bool:
     while isinstance(desc, _desc.SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, _desc.TangentAOTInput)
+
+
+def compiled_backward(results: Sequence[Any]) -> torch.autograd.graph.Node | None:
+    """The node in which the backward of a compiled graph runs, from the graph's results."""
+    for result in results:
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        while node is not None and type(node).__name__ != "CompiledFunctionBackward":
+            node = node.next_functions[0][0] if node.next_functions else None  # a result may be a view of what it made
+        if node is not None:
+            return node
+    return None
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:

@@ -12,20 +12,22 @@ class RankMismatchError(RuntimeError):
     """Ranks called `zerofx.compile` with different models or arguments, or one of them could not go on."""
 
 
-def agree(facts: Mapping[str, Any], problem: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if one rank has a problem, or if the facts differ between ranks.
+def agree(
+    facts: Mapping[str, Any], problem: Exception | None, group: dist.ProcessGroup | None, note: Any = None
+) -> list[Any]:
+    """Raises on every rank if one rank has a problem, or if the facts differ between ranks; returns all ranks' notes.
 
     The rank with the problem raises that; the others name it.
     """
     if group is None or group.size() == 1:
         if problem is not None:
             raise problem
-        return
+        return [note]
     told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, (dict(facts), problem and str(problem)), group=group)
+    dist.all_gather_object(told, (dict(facts), problem and str(problem), note), group=group)
     if problem is not None:
         raise problem
-    for rank, (theirs, trouble) in enumerate(told):
+    for rank, (theirs, trouble, _) in enumerate(told):
         if trouble is not None:
             raise RankMismatchError(f"zerofx.compile failed on rank {rank} of the group: {trouble}")
         first = told[0][0]
@@ -35,3 +37,4 @@ def agree(facts: Mapping[str, Any], problem: Exception | None, group: dist.Proce
                     f"ranks differ in {name}: rank 0 of the group has {first.get(name)!r}, rank {rank} has "
                     f"{theirs.get(name)!r}; give every rank the same model and the same arguments"
                 )
+    return [theirs for _, _, theirs in told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx import records, watch
 from zerofx.agree import agree
 from zerofx.check_model import ModelError, find_owners, parameters_of, refuse_model
 from zerofx.config import Config, Rewrite
@@ -88,12 +90,12 @@ def compile(  # noqa: A001
         refuse_model(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
-        facts = config.facts() | {"torch's version": torch.__version__, "the passes": repr(order)}
+        facts = config.facts() | _versions() | {"the passes": repr(order)}
         facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
         facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    agree(facts, problem, group)
+    notes = agree(facts, problem, group, watch.offer(group, model))
 
     program = program_mesh(device_mesh)
     chosen = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
@@ -103,6 +105,7 @@ def compile(  # noqa: A001
     ids = {id(param) for param in ignored}
     left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
     _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
+    watch.start(group, notes, model)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank, left_alone).attach(model)
     return model
@@ -161,6 +164,11 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     if isinstance(mesh, DeviceMesh):
         return torch.device(mesh.device_type)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _versions() -> dict[str, str]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"torch's version": torch.__version__, "zerofx's source": records.source()[:16], "Python's version": python}
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,10 @@ from zerofx.config import Config
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.mesh import Mesh
+from zerofx.notes import compiling, note_call, noted
+from zerofx.sequence import blocks_of
 from zerofx.swap import READS, RUNNING
+from zerofx.watch import follow
 
 
 class Engine:
@@ -40,6 +43,7 @@ class Engine:
     ) -> None:
         self.config, self.passes, self.mesh, self.layout, self.rank = config, passes, mesh, layout, rank
         self.ignored = ignored
+        self.group = mesh.axis("dp").group
         self.captures: list[Capture] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.warned = False
@@ -51,24 +55,34 @@ class Engine:
         """Makes calls of the model run compiled."""
         self.model = weakref.ref(model)
         model.__dict__["_zerofx_engine"] = self
+        follow(self.group, model)
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
         self.refuse_new_parameters()
+        with compiling(self.group):
+            capture, compiled = self._compile(gm, inputs)
+        if self.mesh.world == 1:
+            return compiled
+        model = self.model()
+        where = f"graph {len(self.captures) - 1} of {type(model).__name__}"
+        return noted(compiled, blocks_of(capture.steps[-1].text, where), self.group)
+
+    def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Capture, Callable[..., Any]]:
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
         capture = Capture(params, self.passes, self.mesh, layout, self.rank)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
-            return interpret(capture, gm, inputs)
+            return capture, interpret(capture, gm, inputs)
         key = records.key(gm, inputs, params, self.digest())
         compiled = inductor(capture, key, gm, inputs)
         if not capture.steps and not records.load(key, capture):
             # Compiled by another process whose record is gone: without it there would be nothing to inspect.
             compiled = inductor(capture, key, gm, inputs, use_caches=False)
         records.save(key, capture)
-        return compiled
+        return capture, compiled
 
     def refuse_new_parameters(self) -> None:
         """Raises ModelError for a parameter that a module brought along which was put in after zerofx.compile."""
@@ -126,13 +140,18 @@ class CompiledCall:
     @_torch.outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine.config.backend == "eager":
-            engine.refuse_new_parameters()
-            with RUNNING.forward():
-                return self.call(*args, **kwargs)
-        before = None if engine.warned else _torch.graph_break_reasons()
-        with RUNNING.forward() as eager_reads, _torch.hook_guards():
-            result = self.call(*args, **kwargs)
+        note_call(engine.group)
+        try:
+            if engine.config.backend == "eager":
+                engine.refuse_new_parameters()
+                with RUNNING.forward():
+                    return self.call(*args, **kwargs)
+            before = None if engine.warned else _torch.graph_break_reasons()
+            with RUNNING.forward() as eager_reads, _torch.hook_guards():
+                result = self.call(*args, **kwargs)
+        except BaseException as error:
+            note_call(engine.group, error)
+            raise
         if eager_reads and before is not None:
             engine.warned = True
             reasons = _torch.graph_break_reasons()

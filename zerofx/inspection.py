@@ -18,7 +18,7 @@ from torch import nn
 from zerofx.draw import draw_svg
 from zerofx.engine import Engine
 from zerofx.manager import Step
-from zerofx.textgraph import GraphText, Line, ProgramText, read
+from zerofx.textgraph import Line, ProgramText, read
 
 BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
@@ -109,7 +109,7 @@ class Inspection:
         for graph in self.graphs:
             program = read(graph.steps[-1].text)
             rows += [
-                _collective(graph.index, part.name, line, program) for part in program.graphs for line in _sent(part)
+                _collective(graph.index, part.name, line, program) for part in program.graphs for line in part.sent
             ]
             bound += _bound(graph)
         return Collectives(tuple(rows), bound)
@@ -135,10 +135,6 @@ def inspect(model: nn.Module) -> Inspection:
         raise ValueError("nothing has been captured yet: call the model once")
     captures = enumerate(capture for capture in engine.captures if capture.steps)
     return Inspection([Graph(index, capture.kind, tuple(capture.steps)) for index, capture in captures])
-
-
-def _sent(part: GraphText) -> list[Line]:
-    return [line for line in part.lines if line.target.startswith("c10d.") and not line.target.startswith("c10d.wait")]
 
 
 def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:

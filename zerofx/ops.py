@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerofx._torch import group_size
 from zerofx.layout import chunk_rows
+from zerofx.sequence import note_eager
 
 c10d = cast("Any", torch.ops._c10d_functional)
 REPLICATED = -1
@@ -30,6 +31,7 @@ def unshard(shard: Tensor, size: Sequence[int], dim: int, rows: int, group: str)
         return shard.clone()
     parts = group_size(group)
     padded = _pad_rows(shard, dim, chunk_rows(size[dim], parts) - rows).movedim(dim, 0).contiguous()
+    note_eager(group, "all_gather_into_tensor", "unshard", padded.numel() * parts, padded.dtype)
     whole: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(padded, parts, group))
     return whole[: size[dim]].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
@@ -42,10 +44,12 @@ def reduce_grad(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
     """
     parts = group_size(group)
     if dim == REPLICATED:
+        note_eager(group, "all_reduce", "reduce_grad", grad.numel(), grad.dtype)
         reduced: Tensor = c10d.wait_tensor(c10d.all_reduce(grad.contiguous(), "avg", group))
         return reduced
     missing = chunk_rows(grad.shape[dim], parts) * parts - grad.shape[dim]
     padded = _pad_rows(grad, dim, missing).movedim(dim, 0).contiguous()
+    note_eager(group, "reduce_scatter_tensor", "reduce_grad", padded.numel() // parts, padded.dtype)
     mean: Tensor = c10d.wait_tensor(c10d.reduce_scatter_tensor(padded, "avg", parts, group))
     return mean[:rows].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 

@@ -43,6 +43,11 @@ class GraphText:
     lines: tuple[Line, ...]
     outputs: tuple[Line, ...]
 
+    @property
+    def sent(self) -> list[Line]:
+        """The collectives, in the order in which they are issued."""
+        return [node for node in self.lines if node.target.startswith("c10d.") and "wait" not in node.target]
+
 
 @dataclass(frozen=True)
 class ParamText:

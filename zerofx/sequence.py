@@ -1,0 +1,147 @@
+"""The sequence of collectives that a rank issues: what is noted while running, and the digests that ranks compare."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerofx.show import DTYPE_NAMES
+from zerofx.textgraph import read
+
+PRIME, BASE = 2**61 - 1, 1_000_003
+WINDOW = 64  # calls kept, so that ranks at different places can be compared at the same place
+MARK_EVERY, MARKS = 1000, 32  # collectives between the places that are kept longer
+
+
+class Entry(NamedTuple):
+    """One collective; `params` is empty where its names are not known, outside of a graph."""
+
+    kind: str
+    role: str
+    numel: int
+    dtype: str
+    params: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = ", ".join(self.params[:4]) + (f" and {len(self.params) - 4} more" if len(self.params) > 4 else "")
+        return f"{self.kind} ({self.role}) of {names or 'a parameter'}, {self.numel} elements of {self.dtype}"
+
+    def same_bytes(self, other: Entry) -> bool:
+        """Whether the two can be sides of one collective."""
+        return (self.kind, self.numel, self.dtype) == (other.kind, other.numel, other.dtype)
+
+    def agrees(self, other: Entry) -> bool:
+        """Whether nothing known of the two says that they are not the same collective."""
+        named = self.params and other.params
+        return self.same_bytes(other) and self.role == other.role and (self.params == other.params or not named)
+
+
+class Digest(NamedTuple):
+    """Rolling digests of a sequence: of all that is known, and of what both sides of a collective must share."""
+
+    exact: int = 0
+    wire: int = 0
+
+    def then(self, entry: Entry) -> Digest:
+        exact, wire = _codes(entry)
+        return Digest((self.exact * BASE + exact) % PRIME, (self.wire * BASE + wire) % PRIME)
+
+
+@functools.lru_cache(maxsize=65536)
+def _codes(entry: Entry) -> tuple[int, int]:
+    return _hash(repr(tuple(entry))), _hash(repr((entry.kind, entry.numel, entry.dtype)))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % PRIME
+
+
+class Block:
+    """Collectives that are issued in one go: those of one half of a graph, or of one op outside of any graph."""
+
+    _keys = itertools.count()
+
+    def __init__(self, where: str, entries: Sequence[Entry]) -> None:
+        self.where, self.entries = where, tuple(entries)
+        self.key = next(self._keys)
+        self.factor = pow(BASE, len(self.entries), PRIME)
+        self.digest = functools.reduce(Digest.then, self.entries, Digest())
+
+    def after(self, digest: Digest) -> Digest:
+        """The digest of a sequence that goes on with this block."""
+        exact = (digest.exact * self.factor + self.digest.exact) % PRIME
+        return Digest(exact, (digest.wire * self.factor + self.digest.wire) % PRIME)
+
+
+class Issued:
+    """What a rank notes in one process group; noting must cost next to nothing, a thread reads it later."""
+
+    __slots__ = ("announce", "doing", "note", "queue", "raised")
+
+    def __init__(self) -> None:
+        self.queue: deque[Block | None] = deque()
+        self.note: Callable[[Block | None], None] = self.queue.append
+        self.announce: Callable[[], None] = lambda: None
+        self.doing = ""
+        self.raised = ""
+
+
+ISSUED: dict[str, Issued] = {}
+"""By name of the process group, where ranks are watched."""
+
+
+class Call(NamedTuple):
+    """The place in the sequence where a block begins, the digest up to there, and the block's key."""
+
+    n: int
+    exact: int
+    wire: int
+    key: int
+
+
+class Folded:
+    """The folded sequence: its length and digest, the last calls, and a few older places."""
+
+    def __init__(self) -> None:
+        self.n, self.digest = 0, Digest()
+        self.calls: deque[Call] = deque(maxlen=WINDOW)
+        self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
+
+    def add(self, block: Block) -> None:
+        if self.n // MARK_EVERY != (self.n + len(block.entries)) // MARK_EVERY:
+            self.marks.append((self.n, *self.digest))
+        self.calls.append(Call(self.n, *self.digest, block.key))
+        self.n, self.digest = self.n + len(block.entries), block.after(self.digest)
+
+
+def blocks_of(text: str, graph: str) -> dict[str, Block]:
+    """The collectives of each half of a program, from its text after the last pass."""
+    program = read(text)
+    return {
+        part.name: Block(
+            f"the {part.name} of {graph}",
+            [
+                Entry(line.target.split(".")[1], line.role, line.numel, line.dtype, line.params)
+                for line in part.sent
+                if line.role
+            ],
+        )
+        for part in program.graphs
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _eager_block(kind: str, role: str, numel: int, dtype: torch.dtype) -> Block:
+    return Block("code outside of a graph", [Entry(kind, role, numel, DTYPE_NAMES[dtype])])
+
+
+def note_eager(group: str, kind: str, role: str, numel: int, dtype: torch.dtype) -> None:
+    """Notes a collective that is issued outside of a graph; `numel` and `dtype` are those of its result."""
+    if issued := ISSUED.get(group):
+        issued.note(_eager_block(kind, role, numel, dtype))
