@@ -109,6 +109,7 @@ class Watch:
             self.told = found
             if self.store is not None and not self.cut:
                 self.store.set(VERDICT, found)
+            self.left.wait(3 * TICK_SECONDS)  # the other thread says it, and ends the process if this error does not
             raise RankMismatchError(found)
 
     def leave(self) -> None:
@@ -276,6 +277,7 @@ def _state(told: dict[str, Any]) -> State:
 
 WATCHES: dict[str, Watch] = {}
 _SERVERS: dict[str, TCPStore] = {}
+_HOOKED = set[int]()
 
 
 def offer(group: dist.ProcessGroup | None, model: nn.Module) -> Offer | None:
@@ -310,6 +312,9 @@ def start(group: dist.ProcessGroup | None, offers: Sequence[Offer | None], model
         known.leave()
     WATCHES[name] = Watch(group, place, _SERVERS.pop(name, None), model)
     ISSUED[name] = WATCHES[name].issued
+    if os.getpid() not in _HOOKED:
+        _HOOKED.add(os.getpid())
+        Finalize(None, _at_exit, exitpriority=0)  # runs where a process of multiprocessing ends, too
 
 
 def follow(group_name: str, model: nn.Module) -> None:
@@ -322,6 +327,3 @@ def _at_exit() -> None:
     watches = list(WATCHES.values())
     for watch in watches:
         watch.at_exit()
-
-
-Finalize(None, _at_exit, exitpriority=0)  # runs where a process of multiprocessing ends, too

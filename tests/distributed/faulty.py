@@ -1,20 +1,29 @@
-"""One rank of a training run in which something happens to a rank; the fault is named on the command line."""
+"""Trains in several groups of two forked ranks at once, each with a fault of its own, and prints how each rank ended.
+
+Usage: faulty.py FOLDER BACKEND FAULT...; the ranks write to files in FOLDER. Started as a process of its own, since the
+ranks die; forked from one that has loaded torch, since loading it takes longer than all that is tested.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from zerofx.engine import Engine
 
-RANK = int(os.environ["RANK"])
-STEPS = 12
+WORLD, STEPS, FAULT_STEP = 2, 12, 6
+LIMIT_SECONDS = 150
 
 
 class Net(nn.Module):
@@ -24,75 +33,116 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
         self.use_extra = False
-        self.eager = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         if self.use_extra:
             x = self.extra(x)
-        if self.eager:
-            torch._dynamo.graph_break()
         return self.last(x)
 
 
-def compiles_slowly(order: tuple) -> tuple:
-    return order
+def compile_slowly() -> None:
+    """Makes the next calls compile again, and take six seconds for it."""
+    torch.compiler.reset()
+    own = Engine._compile
+
+    def slow(*args: object) -> object:
+        time.sleep(6)
+        return own(*args)
+
+    Engine._compile = slow
 
 
-def main(fault: str, backend: str) -> None:
+def happen(fault: str, rank: int, model: Net) -> None:
+    """What goes wrong on a rank before the step in which it shows."""
+    match fault, rank:
+        case ("killed", 1) | ("host killed", 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ("stopped", 1) | ("host stopped", 0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleeps", 1:
+            time.sleep(20)
+        case "recompiles", 1:
+            compile_slowly()
+        case "raises", 1:
+            raise ValueError("a bad batch")
+        case "interrupted", _:
+            raise KeyboardInterrupt
+        case "leaves", 1:
+            sys.exit(0)
+        case "diverges", 1:
+            model.use_extra = True
+
+
+def train(fault: str, backend: str, rank: int) -> None:
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
     model = zerofx.compile(Net(), persist_below=0, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
-        rows = 4
-        if step == 6:
-            print(f"rank {RANK} fault at {time.time()}", flush=True)
-        if fault == "divergent":
-            model.use_extra = step >= 6 and RANK == 1
-        if fault == "shapes":
-            rows = 4 + (step % 3) * (RANK + 1)
-        if step == 6 and RANK == 1:
-            if fault == "killed":
-                os.kill(os.getpid(), 9)
-            if fault == "stopped":
-                os.kill(os.getpid(), 19)
-            if fault == "sleeps":
-                time.sleep(20)
-            if fault == "raises":
-                raise ValueError("a bad batch")
-            if fault == "leaves":
-                return
-            if fault == "recompiles":
-                torch.compiler.reset()
-                slow = type(model._zerofx_engine)._compile
-
-                def slower(*args: object) -> object:
-                    time.sleep(6)
-                    return slow(*args)
-
-                type(model._zerofx_engine)._compile = slower
-        if step == 6 and RANK == 0 and fault == "host killed":
-            os.kill(os.getpid(), 9)
-        if step == 6 and RANK == 0 and fault == "host stopped":
-            os.kill(os.getpid(), 19)
+        if step == FAULT_STEP:
+            print(f"fault {time.time()}", flush=True)
+            happen(fault, rank, model)
+        rows = 4 + (step % 3) * (rank + 1) if fault == "shapes" else 4
         model(torch.randn(rows, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.2)
+        time.sleep(0.1)
+
+
+def run(fault: str, backend: str, rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    train(fault, backend, rank)
     if fault == "again":
         dist.destroy_process_group()
-        port = str(int(os.environ["MASTER_PORT"]) + 1)
-        os.environ["MASTER_PORT"] = port
+        os.environ["MASTER_PORT"] = str(port + 1)
         dist.init_process_group("gloo")
-        model = zerofx.compile(Net(), persist_below=0, backend=backend)
-        for _ in range(10):
-            model(torch.randn(3, 16)).sum().backward()
-            time.sleep(0.3)
-    print(f"rank {RANK} trained", flush=True)
+        train(fault, backend, rank)
+    print(f"trained {time.time()}", flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(fault: str, backend: str, folder: Path) -> dict[int, int] | None:
+    """Forks the ranks; returns their process ids, or None in a rank that has trained to the end."""
+    port, pids = free_port(), dict[int, int]()
+    for rank in range(WORLD):
+        log = os.open(folder / f"{fault} {rank}", os.O_WRONLY | os.O_CREAT)
+        if pid := os.fork():
+            pids[rank] = pid
+            os.close(log)
+            continue
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        run(fault, backend, rank, port)
+        return None
+    return pids
+
+
+def main(folder: Path, backend: str, faults: list[str]) -> None:
+    running: dict[str, dict[int, int]] = {}
+    for fault in faults:
+        pids = start(fault, backend, folder)
+        if pids is None:
+            return
+        running[fault] = pids
+    ended: dict[str, dict[int, list[float]]] = {fault: {} for fault in faults}
+    begin = time.time()
+    while any(running.values()):
+        for fault, pids in running.items():
+            for rank, pid in list(pids.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del pids[rank]
+                    ended[fault][rank] = [os.waitstatus_to_exitcode(status), time.time()]
+            if pids and ((len(pids) < WORLD and "stopped" in fault) or time.time() > begin + LIMIT_SECONDS):
+                for pid in pids.values():
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    (folder / "ended").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(sys.argv[1], sys.argv[2])
-    print(f"rank {RANK} ended at {time.time()}", flush=True)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
