@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from zerofx.sequence import Call, Digest, Entry
 
@@ -35,6 +36,16 @@ class State:
     heard: bool = False
     calls: tuple[Call, ...] = ()
     marks: tuple[tuple[int, int, int], ...] = ()
+
+    def written(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str | bytes) -> State:
+        told = json.loads(text)
+        calls = tuple(Call(*call) for call in told.pop("calls"))
+        marks = tuple((place, exact, wire) for place, exact, wire in told.pop("marks"))
+        return cls(**told, calls=calls, marks=marks)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -24,28 +23,17 @@ from torch import nn
 from zerofx import verdict
 from zerofx._torch import TCPStore
 from zerofx.agree import RankMismatchError
-from zerofx.processes import address, born, process_state, this_host
-from zerofx.sequence import ISSUED, Block, Call, Entry, Folded, Issued
+from zerofx.processes import Offer, born, connect, host_store, process_state, this_host
+from zerofx.sequence import ISSUED, Block, Entry, Folded, Issued
 from zerofx.verdict import GONE, UNKNOWN, Seen, State
 
 TICK_SECONDS = 1.0
-STORE_SECONDS = 20.0
 LEAVE_SECONDS = 2.5  # how long the first rank keeps the store when it leaves, so that the others hear of it
 BLAME_SECONDS = 12.0  # how long a rank that failed in a collective waits to be told because of whom
 ANNOUNCE_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # between the message and the end of the process
 EXIT_CODE = 1
 VERDICT = "verdict"
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Where the group's first rank hosts the store, and how many times the group has compiled; `port` 0: nowhere."""
-
-    host: str
-    address: str
-    port: int
-    epoch: int
 
 
 class Watch:
@@ -125,7 +113,7 @@ class Watch:
     def _exchange_all(self) -> None:
         since = None
         try:
-            self._connect()
+            self.store = self.store or connect(self.offer, self.me.host)
             while not self.left.is_set():
                 self._check_needed()
                 since = since or (time.monotonic() if self.leaving else None)
@@ -140,15 +128,6 @@ class Watch:
             self.cut = True
         if self.leaving:
             self._end()
-
-    def _connect(self) -> None:
-        if self.store is not None:
-            return
-        near = self.offer.host == self.me.host
-        limit = timedelta(seconds=STORE_SECONDS)
-        self.store = TCPStore(
-            "127.0.0.1" if near else self.offer.address, self.offer.port, timeout=limit, wait_for_workers=False
-        )
 
     def _check_needed(self) -> None:
         try:
@@ -166,14 +145,14 @@ class Watch:
             block = self.blocks[key]
             self.store.set(f"block {self.rank} {key}", json.dumps([block.where, block.entries]))
             self.posted.add(key)
-        self.store.set(f"state {self.rank}", json.dumps(asdict(state)))
+        self.store.set(f"state {self.rank}", state.written())
         others = range(1, self.world) if self.rank == 0 else (0,)
         *replies, told = self.store.multi_get([*(f"state {other}" for other in others), VERDICT])
         now = time.monotonic()
         for other, reply in zip(others, replies, strict=True):
             if not reply:
                 continue
-            theirs = _state(json.loads(reply))
+            theirs = State.read(reply)
             for key in {call.key for call in theirs.calls if (other, call.key) not in self.theirs}:
                 where, entries = json.loads(self.store.get(f"block {other} {key}"))
                 listed = [Entry(kind, role, size, dtype, tuple(names)) for kind, role, size, dtype, names in entries]
@@ -269,12 +248,6 @@ def _is_failed_collective(error: BaseException | None) -> bool:
     )
 
 
-def _state(told: dict[str, Any]) -> State:
-    calls = tuple(Call(*call) for call in told.pop("calls"))
-    marks = tuple((place, exact, wire) for place, exact, wire in told.pop("marks"))
-    return State(**told, calls=calls, marks=marks)
-
-
 WATCHES: dict[str, Watch] = {}
 _SERVERS: dict[str, TCPStore] = {}
 _HOOKED = set[int]()
@@ -289,12 +262,8 @@ def offer(group: dist.ProcessGroup | None, model: nn.Module) -> Offer | None:
     known = WATCHES.get(group.group_name)
     if known is not None and known.group is group and known.keep(model):
         return replace(known.offer, epoch=known.offer.epoch + 1)
-    limit = timedelta(seconds=STORE_SECONDS)
-    server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    for key in (VERDICT, *(f"state {rank}" for rank in range(group.size()))):
-        server.set(key, "")
-    _SERVERS[group.group_name] = server
-    return Offer(this_host(), address(dist.get_rank() == 0), server.port, 0)
+    _SERVERS[group.group_name], made = host_store([VERDICT, *(f"state {rank}" for rank in range(group.size()))])
+    return made
 
 
 def start(group: dist.ProcessGroup | None, offers: Sequence[Offer | None], model: nn.Module) -> None:
