@@ -116,7 +116,7 @@ def test_a_rank_that_left_early_is_named_to_the_others(runs: Callable[[str], lis
 
 
 @pytest.mark.full
-def test_an_interrupt_of_all_ranks_ends_them_at_once(runs: Callable[[str], list[Ended]]) -> None:
+def test_an_interrupt_of_all_ranks_ends_them_without_a_verdict(runs: Callable[[str], list[Ended]]) -> None:
     for ended in runs("interrupted"):
         assert "KeyboardInterrupt" in ended.text and "zerofx ends" not in ended.text
-        assert ended.seconds < 10
+        assert ended.seconds < LIMIT
