@@ -30,9 +30,14 @@ OpOverload = torch._ops.OpOverload
 TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
 
 
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of that name."""
+    return cast("torch.distributed.ProcessGroup", cast(Any, _c10d)._resolve_process_group(name))
+
+
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
-    return int(cast(Any, _c10d)._resolve_process_group(group).size())
+    return process_group(group).size()
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:

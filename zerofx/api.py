@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,7 +87,7 @@ def compile(  # noqa: A001
     try:
         ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, bucket_mb, sync_init, backend, passes, dynamic, fullgraph)
-        order = _passes(config)
+        order = _passes(config, "" if group is None else dist.get_backend(group))
         refuse_model(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
@@ -146,8 +147,8 @@ def _place(
             swap_class(module)
 
 
-def _passes(config: Config) -> tuple[Pass, ...]:
-    order = recipe(config)
+def _passes(config: Config, backend: str) -> tuple[Pass, ...]:
+    order = recipe(config, backend)
     if config.passes is not None:
         order = tuple(config.passes(order))
     validate(order)

@@ -8,11 +8,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Node
 
-c10d = torch.ops._c10d_functional
+import zerofx.transport  # noqa: F401  registers the ops
+
+c10d, zerofx_ops = torch.ops._c10d_functional, torch.ops.zerofx
 WAIT = c10d.wait_tensor.default
 GATHERS = {c10d.all_gather_into_tensor.default}
 REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+P2P = zerofx_ops.all_gather_p2p.default, zerofx_ops.reduce_scatter_p2p.default
+"""Buckets whose results are complete; all others have to be waited for."""
 SINGLE = {
+    P2P[0]: c10d.all_gather_into_tensor.default,
+    P2P[1]: c10d.reduce_scatter_tensor.default,
     c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
     c10d.reduce_scatter_tensor_coalesced.default: c10d.reduce_scatter_tensor.default,
     c10d.all_reduce_coalesced.default: c10d.all_reduce.default,
@@ -37,7 +43,8 @@ def collective(node: Node) -> Collective | None:
     if bucket.target not in SINGLE:
         return None
     members = cast("list[Node]", bucket.args[0])
-    return Collective(SINGLE[bucket.target], members[place], bucket.args[1:])
+    own = 2 if bucket.target is P2P[1] else 1  # behind the tensors comes the size of a buffer
+    return Collective(SINGLE[bucket.target], members[place], bucket.args[own:])
 
 
 def is_gather(node: Node) -> bool:
@@ -48,6 +55,12 @@ def is_gather(node: Node) -> bool:
 def is_reduction(node: Node) -> bool:
     sent = collective(node)
     return sent is not None and sent.target in REDUCTIONS
+
+
+def is_complete(node: Node) -> bool:
+    """Whether the node's results need no wait_tensor, though it is part of a collective."""
+    issued = cast(Node, node.args[0]) if node.target is operator.getitem else node
+    return issued.target in P2P
 
 
 def is_bucket(node: Node) -> bool:

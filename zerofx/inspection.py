@@ -138,12 +138,11 @@ def inspect(model: nn.Module) -> Inspection:
 
 
 def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:
-    kind = line.target.split(".")[1].removesuffix("_coalesced")
     group = line.args[-1].strip("'")
     world = program.axes[group]
-    times = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[kind] * (world - 1)
+    times = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[line.collective] * (world - 1)
     sent = sum(int(size * BYTES[line.dtype] * times) for size in line.numels)
-    return Collective(graph, part, line.name, kind, line.role, line.params, line.dtype, group, sent)
+    return Collective(graph, part, line.name, line.collective, line.role, line.params, line.dtype, group, sent)
 
 
 def _bound(graph: Graph) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 import zerofx.ops  # noqa: F401  the text may call its ops
+import zerofx.transport  # noqa: F401
 from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh

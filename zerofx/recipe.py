@@ -12,10 +12,14 @@ from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.release_after_use import ReleaseAfterUse
+from zerofx.passes.use_point_to_point import UsePointToPoint
 
 
-def recipe(config: Config) -> tuple[Pass, ...]:
-    """The default passes; the program is cut into forward and backward between the logical and the physical ones."""
+def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
+    """The default passes on a process group's backend.
+
+    The program is cut into forward and backward between the logical and the physical passes.
+    """
     return (
         ChooseLayout(config.stage, config.persist_below),
         MergeReads(),
@@ -25,4 +29,5 @@ def recipe(config: Config) -> tuple[Pass, ...]:
         BucketAllGathers(config.bucket_bytes),
         InsertReduceScatter(),
         BucketReductions(config.bucket_bytes),
+        *([UsePointToPoint(config.bucket_bytes)] if "gloo" in backend else []),
     )

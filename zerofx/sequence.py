@@ -127,7 +127,7 @@ def blocks_of(text: str, graph: str) -> dict[str, Block]:
         part.name: Block(
             f"the {part.name} of {graph}",
             [
-                Entry(line.target.split(".")[1], line.role, sum(line.numels), line.dtype, line.params)
+                Entry(line.collective, line.role, sum(line.numels), line.dtype, line.params)
                 for line in part.sent
                 if line.role
             ],

@@ -61,6 +61,7 @@ BUILTINS = frozenset({"abs", "bool", "float", "int", "max", "min", "pow", "round
 COLLECTIVES = "_c10d_functional"
 GROUPED = frozenset({"zerofx", COLLECTIVES})
 # The words in a marker's tag that bind the partition: what tells that one applies, and what makes it apply.
+MARKERS = ("zerofx.unshard.default", "zerofx.reduce_grad.default")
 POLICIES = {"recompute": (is_recomputed, mark_recomputed), "keep": (is_saved, mark_saved)}
 
 
@@ -161,7 +162,7 @@ def _show_tag(known: Tag | None, node: Node | None = None) -> str:
 
 def _policy(node: Node) -> list[str]:
     """What the partition must do with a marker; what takes a marker's place comes after the partition."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "zerofx":
+    if str(node.target) not in MARKERS:
         return []
     return [f"{name}=True" for name, (holds, _) in POLICIES.items() if holds(node)]
 

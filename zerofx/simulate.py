@@ -289,6 +289,8 @@ COLLECTIVES: dict[str, Callable[[list[Call]], Ranks]] = {
     "_c10d_functional.reduce_scatter_tensor_coalesced.default": _coalesced(_reduce_scatter),
     "_c10d_functional.all_reduce.default": _all_reduce,
     "_c10d_functional.all_reduce_coalesced.default": _coalesced(_all_reduce),
+    "zerofx.all_gather_p2p.default": _coalesced(_all_gather),
+    "zerofx.reduce_scatter_p2p.default": _coalesced(_reduce_scatter),
     "_c10d_functional.all_to_all_single.default": _all_to_all,
     "_c10d_functional.broadcast.default": _broadcast,
     "_c10d_functional.wait_tensor.default": lambda calls: [call["tensor"] for call in calls],

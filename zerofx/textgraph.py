@@ -7,7 +7,16 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+P2P = {"all_gather_p2p": "all_gather_into_tensor", "reduce_scatter_p2p": "reduce_scatter_tensor"}
 TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
+
+
+def kind_of(target: str) -> str:
+    """The kind of collective that an op issues, from its name in a text; empty if it issues none."""
+    namespace, _, op = target.removesuffix(".default").partition(".")
+    if namespace == "zerofx":
+        return P2P.get(op, "")
+    return op.removesuffix("_coalesced") if namespace == "c10d" and op != "wait_tensor" else ""
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,11 @@ class Line:
         return str(TENSOR.findall(self.type)[0][0])
 
     @property
+    def collective(self) -> str:
+        """The kind of collective that the node issues, alone or for a bucket; empty if it issues none."""
+        return kind_of(self.target)
+
+    @property
     def numels(self) -> list[int]:
         """Elements of a result with a fixed shape, or of each of several."""
         shapes = [shape.replace("()", "").split(",") for _, shape in TENSOR.findall(self.type)]
@@ -46,7 +60,7 @@ class GraphText:
     @property
     def sent(self) -> list[Line]:
         """The collectives, in the order in which they are issued."""
-        return [node for node in self.lines if node.target.startswith("c10d.") and "wait" not in node.target]
+        return [node for node in self.lines if node.collective]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from zerofx.collectives import WAIT, Collective, collective, is_bucket, is_gather, is_reduction
+from zerofx.collectives import WAIT, Collective, collective, is_bucket, is_complete, is_gather, is_reduction
 from zerofx.edit import any_arg
 from zerofx.fault import fail
 from zerofx.layout import ParamLayout, PerRank
@@ -169,7 +169,7 @@ def check_waited(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.nodes:
             unfinished = str(node.target).startswith("_c10d_functional.") or collective(node) is not None
-            if not unfinished or node.target is WAIT:
+            if not unfinished or node.target is WAIT or is_complete(node):
                 continue
             for user in node.users:
                 if user.target is not (operator.getitem if is_bucket(node) else WAIT):

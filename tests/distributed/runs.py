@@ -83,11 +83,13 @@ class ByteCounter:
         others = self.world - 1
         each = {
             "all_gather_into_tensor": [t.nbytes * others for t in members(given)],
+            "all_gather_p2p": [t.nbytes * others for t in members(given)],
             "reduce_scatter_tensor": [t.nbytes * others for t in members(result)],
+            "reduce_scatter_p2p": [t.nbytes * others for t in members(result)],
             "all_reduce": [2 * t.nbytes * others // self.world for t in members(given)],
         }
         namespace, _, op = str(node.target).partition(".")
-        if namespace == "_c10d_functional":
+        if namespace in ("_c10d_functional", "zerofx"):
             self.bytes += sum(each.get(op.removesuffix(".default").removesuffix("_coalesced"), []))
 
 

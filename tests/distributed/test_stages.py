@@ -20,6 +20,7 @@ from tests.models import Case, gpt, gpt2, mlp_odd, resnet
 from tests.pool import Pool
 from tests.training import Trained, adamw_default, sgd, train
 from zerofx.inspection import Collective
+from zerofx.textgraph import kind_of
 
 WORLD, STEPS = 2, 3
 STAGES = (0, 1, 2, 3)
@@ -49,8 +50,7 @@ class Counting(Interpreter):
     issued: Counter[str]
 
     def run_node(self, node: Node) -> Any:
-        kind = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_coalesced")
-        if str(node.target).startswith("_c10d_functional.") and kind != "wait_tensor":
+        if kind := kind_of(str(node.target).replace("_c10d_functional.", "c10d.")):
             self.issued[kind] += 1
         return super().run_node(node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,7 @@ def with_buckets_of(size: int, stage: int, capture: Capture) -> Program:
 
 def issued(program: Program, part: str, kind: str) -> list[Node]:
     """The collectives of a kind in one graph; a bucket is one."""
-    return [node for node in program.graphs[part].nodes if f"c10d_functional.{kind}" in str(node.target)]
+    return [node for node in program.graphs[part].nodes if re.match(rf"(_c10d_functional|zerofx)\.{kind}", str(node.target))]
 
 
 def half(program: Program, name: str, inputs: list[list[Any]]) -> Ranks:

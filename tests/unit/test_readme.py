@@ -42,5 +42,5 @@ def test_each_invariant_is_listed(invariant: Invariant) -> None:
 def test_the_graph_after_is_what_the_passes_make_of_the_graph_before() -> None:
     program = parse(block("before"))
     program.holds = {Invariant.MARKED, Invariant.MERGED, Invariant.RELEASED}
-    run(program, recipe(Config(stage=3)))
+    run(program, recipe(Config(stage=3), backend="nccl"))
     assert show(program) == block("after")

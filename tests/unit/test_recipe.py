@@ -37,6 +37,11 @@ def test_the_size_of_a_bucket_reaches_both_passes() -> None:
     assert [step.bucket_bytes for step in steps if step.name.startswith("bucket-")] == [2**19, 2**19]
 
 
+def test_only_gloo_has_point_to_point_messages() -> None:
+    on_nccl = [step.name for step in recipe(Config(), backend="nccl")]
+    assert [*on_nccl, "use-point-to-point"] == names(3)
+
+
 def test_stage_3_releases_and_stages_1_and_2_keep() -> None:
     own = {3: {"release-after-use"}, 2: {"keep-gathered"}, 1: {"keep-gathered"}, 0: set()}
     assert {stage: set(names(stage)) - set(names(0)) for stage in STAGES} == own

@@ -1,0 +1,60 @@
+"""Moves what collectives move by point-to-point messages, which gloo carries two to three times faster."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch.fx import Graph, Node
+
+from zerofx.buckets import BYTES
+from zerofx.collectives import P2P, WAIT, c10d, is_bucket
+from zerofx.edit import call_before
+from zerofx.program import Invariant, Level, Program, Tag, source, tag
+
+GATHER, SCATTER = P2P
+OURS: dict[Any, Any] = {
+    c10d.all_gather_into_tensor.default: GATHER,
+    c10d.all_gather_into_tensor_coalesced.default: GATHER,
+    c10d.reduce_scatter_tensor.default: SCATTER,
+    c10d.reduce_scatter_tensor_coalesced.default: SCATTER,
+}
+
+
+@dataclass(frozen=True)
+class UsePointToPoint:
+    """All-reduces stay what they are. What arrives to be summed waits in a buffer of at most `buffer_bytes`."""
+
+    name: ClassVar[str] = "use-point-to-point"
+    level: ClassVar[Level] = Level.PHYSICAL
+    requires: ClassVar[frozenset[Invariant]] = frozenset({Invariant.GATHERED, Invariant.REDUCED, Invariant.WAITED})
+    ensures: ClassVar[frozenset[Invariant]] = frozenset()
+    breaks: ClassVar[frozenset[Invariant]] = frozenset()
+    numerics: ClassVar[str] = "same"
+
+    buffer_bytes: int = BYTES
+
+    def __call__(self, program: Program) -> None:
+        for graph in program.graphs.values():
+            for node in list(graph.nodes):
+                if node.target in OURS and (tag(node) or Tag("")).role in ("unshard", "reduce_grad"):
+                    _replace(graph, node, self.buffer_bytes)
+
+
+def _replace(graph: Graph, node: Node, buffer_bytes: int) -> None:
+    target, known = OURS[node.target], cast(Tag, tag(node))
+    members = node.args[0] if is_bucket(node) else [source(node)]
+    options = (buffer_bytes,) if target is SCATTER else ()
+    new = call_before(node, target, (members, *options, *node.args[1:]), known)
+    parts = list(node.users) if is_bucket(node) else [node]
+    for part in parts:
+        place = cast(int, part.args[1]) if is_bucket(node) else 0
+        done = call_before(part, operator.getitem, (new, place), cast(Tag, tag(part)))
+        for wait in [user for user in part.users if user.target is WAIT]:
+            wait.replace_all_uses_with(done)
+            graph.erase_node(wait)
+        part.replace_all_uses_with(done)
+        if part is not node:
+            graph.erase_node(part)
+    graph.erase_node(node)
