@@ -10,8 +10,9 @@ import torch
 from torch.fx import Graph, Node
 
 from zerofx.buckets import BYTES, grouped, nbytes
+from zerofx.collectives import only_leaves, results
 from zerofx.edit import call_before
-from zerofx.program import Invariant, Level, Program, Tag, group, output_node, source, tag
+from zerofx.program import Invariant, Level, Program, Tag, group, source, tag
 
 c10d = torch.ops._c10d_functional
 COALESCED: dict[Any, Any] = {
@@ -35,31 +36,13 @@ class BucketReductions:
 
     def __call__(self, program: Program) -> None:
         for graph in program.graphs.values():
-            reductions = [n for n in graph.nodes if n.target in COALESCED and _only_leaves(n)]
+            reductions = [n for n in graph.nodes if n.target in COALESCED and only_leaves(n)]
             for bucket in grouped(reductions, _key, lambda n: nbytes(source(n)), self.bucket_bytes):
                 _merge(graph, bucket)
 
 
 def _key(node: Node) -> tuple[Any, ...]:
     return node.target, node.meta["val"].dtype, group(node)
-
-
-def _results(reduction: Node) -> list[Node]:
-    """All that is made of the reduced gradient inside its own replacement, in order."""
-    known, found = tag(reduction), [reduction]
-    for node in found:
-        found += [user for user in node.users if user.op == "call_function" and tag(user) == known]
-    return found[1:]
-
-
-def _only_leaves(reduction: Node) -> bool:
-    """Whether the reduced gradient is only returned, so that it may come later."""
-    known = tag(reduction)
-    if known is None or known.role != "reduce_grad":
-        return False
-    inside = _results(reduction)
-    end = output_node(reduction.graph)
-    return all(user in inside or user is end for node in (reduction, *inside) for user in node.users)
 
 
 def _merge(graph: Graph, bucket: list[Node]) -> None:
@@ -69,10 +52,10 @@ def _merge(graph: Graph, bucket: list[Node]) -> None:
     whole = call_before(last, COALESCED[last.target], args, Tag("reduce_grad", params))
     for place, reduction in enumerate(bucket):
         part = call_before(last, operator.getitem, (whole, place), cast(Tag, tag(reduction)))
-        results = _results(reduction)
+        made = results(reduction)
         reduction.replace_all_uses_with(part)
         if reduction is not last:
-            for node in results:
+            for node in made:
                 last.prepend(node)
     for reduction in bucket:
         graph.erase_node(reduction)

@@ -9,25 +9,30 @@ from zerofx.config import STAGES, Config
 from zerofx.manager import Pass
 from zerofx.recipe import recipe
 
+BACKENDS = ("nccl", "gloo")
+
 
 def pass_table() -> str:
-    """The default passes of all stages in their order, as a Markdown table."""
-    stages: dict[str, list[str]] = {}
+    """The default passes of all stages and backends in their order, as a Markdown table."""
+    stages: dict[str, set[int]] = {}
+    backends: dict[str, set[str]] = {}
     passes: list[Pass] = []
-    for stage in reversed(STAGES):
-        place = 0
-        for step in recipe(Config(stage=stage)):
-            if step.name not in stages:
-                passes.insert(place, step)
-            place = [known.name for known in passes].index(step.name) + 1
-            stages.setdefault(step.name, []).insert(0, str(stage))
-    rows = ["| pass | level | stages | needs | ensures | what it does |", "|---|---|---|---|---|---|"]
+    for backend in BACKENDS:
+        for stage in reversed(STAGES):
+            place = 0
+            for step in recipe(Config(stage=stage), backend):
+                if step.name not in stages:
+                    passes.insert(place, step)
+                place = [known.name for known in passes].index(step.name) + 1
+                stages.setdefault(step.name, set()).add(stage)
+                backends.setdefault(step.name, set()).add(backend)
+    rows = ["| pass | level | stages | on | needs | ensures | what it does |", "|---|---|---|---|---|---|---|"]
     for step in passes:
         needs, ensures = (", ".join(sorted(i.name for i in kind)) or "-" for kind in (step.requires, step.ensures))
         does = (importlib.import_module(type(step).__module__).__doc__ or "").strip()
-        rows.append(
-            f"| `{step.name}` | {step.level.value} | {', '.join(stages[step.name])} | {needs} | {ensures} | {does} |"
-        )
+        where = "all" if len(backends[step.name]) == len(BACKENDS) else ", ".join(backends[step.name])
+        numbers = ", ".join(map(str, sorted(stages[step.name])))
+        rows.append(f"| `{step.name}` | {step.level.value} | {numbers} | {where} | {needs} | {ensures} | {does} |")
     return "\n".join(rows)
 
 

@@ -35,6 +35,7 @@ def compile(  # noqa: A001
     mesh: DeviceMesh | None = None,
     persist_below: int = 10_000,
     bucket_mb: float = 25.0,
+    prefetch: int = 1,
     ignored_params: Iterable[nn.Parameter] = (),
     init_fn: InitFn | None = None,
     sync_init: bool = True,
@@ -62,6 +63,8 @@ def compile(  # noqa: A001
             group, which is made from torchrun's environment if need be; without either, one rank and no group.
         persist_below: parameters of fewer elements stay replicated.
         bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes).
+        prefetch: how many buckets of parameters are gathered ahead of their first use, where collectives run beside
+            the computation; on gloo, whose collectives take the cores that compute, none is.
         ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.
         init_fn: writes the parameters and buffers of one module, for a model on the meta device; default: the module's
             own `reset_parameters()`. Modules are made and cut one by one, so no rank ever holds the whole model.
@@ -86,7 +89,7 @@ def compile(  # noqa: A001
     ignored = list[nn.Parameter]()
     try:
         ignored = parameters_of(ignored_params)
-        config = Config(stage, persist_below, bucket_mb, sync_init, backend, passes, dynamic, fullgraph)
+        config = Config(stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config, "" if group is None else dist.get_backend(group))
         refuse_model(model)
         refuse_unwritable(model, init_fn)

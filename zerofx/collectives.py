@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 import zerofx.transport  # noqa: F401  registers the ops
+from zerofx.program import output_node, tag
 
 c10d, zerofx_ops = torch.ops._c10d_functional, torch.ops.zerofx
 WAIT = c10d.wait_tensor.default
@@ -55,6 +57,49 @@ def is_gather(node: Node) -> bool:
 def is_reduction(node: Node) -> bool:
     sent = collective(node)
     return sent is not None and sent.target in REDUCTIONS
+
+
+def issued(graph: Graph, role: str) -> list[Node]:
+    """The nodes that issue collectives of that role, in order; a bucket is one."""
+    return [
+        node
+        for node in graph.nodes
+        if (known := tag(node)) is not None
+        and known.role == role
+        and (is_bucket(node) or (collective(node) is not None and node.target is not operator.getitem))
+    ]
+
+
+def first_wait(node: Node) -> Node:
+    """The first node that waits for a collective, or for a member of a bucket."""
+    members = list(node.users) if is_bucket(node) else [node]
+    waits = {user for member in members for user in member.users if user.target is WAIT}
+    return next(later for later in _after(node) if later in waits)
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while node.op != "output":
+        node = node.next
+        yield node
+
+
+def results(reduction: Node) -> list[Node]:
+    """All that is made of reduced gradients inside their own replacement, in order."""
+    tags = {tag(user) for user in reduction.users} | {tag(reduction)} if is_bucket(reduction) else {tag(reduction)}
+    found = [reduction]
+    for node in found:
+        found += [user for user in node.users if user.op == "call_function" and tag(user) in tags]
+    return found[1:]
+
+
+def only_leaves(reduction: Node) -> bool:
+    """Whether what was reduced is only returned, so that it may come later."""
+    known = tag(reduction)
+    if known is None or known.role != "reduce_grad":
+        return False
+    inside = results(reduction)
+    end = output_node(reduction.graph)
+    return all(user in inside or user is end for node in (reduction, *inside) for user in node.users)
 
 
 def is_complete(node: Node) -> bool:

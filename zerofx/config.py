@@ -29,6 +29,7 @@ class Config:
     stage: int = 3
     persist_below: int = 10_000
     bucket_mb: float = 25.0
+    prefetch: int = 1
     sync_init: bool = True
     backend: str = "inductor"
     passes: Rewrite | None = None
@@ -42,6 +43,8 @@ class Config:
             _refuse("persist_below", self.persist_below, "a number of elements, 0 or more")
         if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
             _refuse("bucket_mb", self.bucket_mb, "a number of MiB, more than 0")
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            _refuse("prefetch", self.prefetch, "a number of buckets, 0 or more")
         if self.backend not in BACKENDS:
             _refuse("backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}")
         if self.passes is not None and not callable(self.passes):
@@ -62,6 +65,7 @@ class Config:
             "stage": self.stage,
             "persist_below": self.persist_below,
             "bucket_mb": self.bucket_mb,
+            "prefetch": self.prefetch,
             "sync_init": self.sync_init,
             "backend": self.backend,
             "dynamic": self.dynamic,

@@ -140,8 +140,8 @@ def inspect(model: nn.Module) -> Inspection:
 def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:
     group = line.args[-1].strip("'")
     world = program.axes[group]
-    times = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[line.collective] * (world - 1)
-    sent = sum(int(size * BYTES[line.dtype] * times) for size in line.numels)
+    share = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[line.collective]
+    sent = sum(int(size * BYTES[line.dtype] * share * (world - 1)) for size in line.numels)
     return Collective(graph, part, line.name, line.collective, line.role, line.params, line.dtype, group, sent)
 
 

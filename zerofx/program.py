@@ -31,6 +31,7 @@ class Invariant(Enum):
     GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
     REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
     WAITED = "the result of a collective is read only by wait_tensor"
+    BOUNDED = "no more all-gathers and reductions are under way at a time than the schedule allows"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class Program:
     """The graphs under their names: `joint` at the logical level, `forward` and `backward` at the physical one,
     and `inference` alone at both for a region that has no backward.
 
+    `under_way` holds how many collectives of a role the schedule allows to be issued and not waited for.
+
     Graphs are those of rank 0 with `PerRank` ints where ranks differ, so that all ranks share one program.
     """
 
@@ -127,6 +130,7 @@ class Program:
     layout: Layout
     level: Level = Level.LOGICAL
     holds: set[Invariant] = field(default_factory=set)
+    under_way: dict[str, int] = field(default_factory=dict)
 
 
 def stored_parameters(program: Program) -> Iterator[tuple[Graph, Node, Tag]]:

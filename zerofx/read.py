@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.fx import Node
 
-import zerofx.ops  # noqa: F401  the text may call its ops
-import zerofx.transport  # noqa: F401
+import zerofx.ops
+import zerofx.transport  # noqa: F401  the text may call the ops of both
 from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh

@@ -7,10 +7,12 @@ from zerofx.manager import Pass
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.choose_layout import ChooseLayout
+from zerofx.passes.delay_waits import DelayWaits
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_reads import MergeReads
+from zerofx.passes.prefetch_all_gathers import PrefetchAllGathers
 from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.passes.use_point_to_point import UsePointToPoint
 
@@ -29,5 +31,9 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
         BucketAllGathers(config.bucket_bytes),
         InsertReduceScatter(),
         BucketReductions(config.bucket_bytes),
-        *([UsePointToPoint(config.bucket_bytes)] if "gloo" in backend else []),
+        *([UsePointToPoint(config.bucket_bytes)] if "gloo" in backend else _overlap(config)),
     )
+
+
+def _overlap(config: Config) -> tuple[Pass, ...]:
+    return PrefetchAllGathers(config.prefetch), DelayWaits()

@@ -67,9 +67,7 @@ def _(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor
 
 
 @reduce_scatter_p2p.register_fake
-def _(
-    inputs: Sequence[Tensor], buffer_bytes: int, reduce_op: str, group_size: int, group_name: str
-) -> list[Tensor]:
+def _(inputs: Sequence[Tensor], buffer_bytes: int, reduce_op: str, group_size: int, group_name: str) -> list[Tensor]:
     return [tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:])) for tensor in inputs]
 
 
@@ -117,7 +115,7 @@ def _pack(messages: Sequence[Message]) -> Message:
 def _unpack(packed: Message, messages: Sequence[Message]) -> None:
     for peer, arrived in packed.arriving.items():
         sizes = [message.arriving[peer].numel() for message in messages]
-        for message, part in zip(messages, arrived.split(sizes), strict=True):
+        for message, part in zip(messages, arrived.split_with_sizes(sizes), strict=True):
             message.arriving[peer].copy_(part.view_as(message.arriving[peer]))
 
 

@@ -29,7 +29,7 @@ from zerofx.program import (
     stored_parameters,
     tag,
 )
-from zerofx.verify_physical import check_gathered, check_reduced, check_waited
+from zerofx.verify_physical import check_bounded, check_gathered, check_reduced, check_waited
 
 __all__ = ["InvariantError", "check"]
 
@@ -182,4 +182,5 @@ CHECKS: dict[Invariant, Callable[[Program], None]] = {
     Invariant.GATHERED: check_gathered,
     Invariant.REDUCED: check_reduced,
     Invariant.WAITED: check_waited,
+    Invariant.BOUNDED: check_bounded,
 }

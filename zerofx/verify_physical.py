@@ -9,7 +9,17 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from zerofx.collectives import WAIT, Collective, collective, is_bucket, is_complete, is_gather, is_reduction
+from zerofx.collectives import (
+    WAIT,
+    Collective,
+    collective,
+    first_wait,
+    is_bucket,
+    is_complete,
+    is_gather,
+    is_reduction,
+    issued,
+)
 from zerofx.edit import any_arg
 from zerofx.fault import fail
 from zerofx.layout import ParamLayout, PerRank
@@ -163,6 +173,19 @@ def _check_reduction(program: Program, node: Node, param: ParamLayout) -> None:
 
 def _call(target: Any, *args: Any) -> str:
     return f"{target.name().split('::')[1]}({', '.join(map(repr, args))})"
+
+
+def check_bounded(program: Program) -> None:
+    for graph in program.graphs.values():
+        for role, allowed in program.under_way.items():
+            waits = {node: first_wait(node) for node in issued(graph, role) if not is_complete(node)}
+            under_way = 0
+            for node in graph.nodes:
+                under_way += (node in waits) - list(waits.values()).count(node)
+                if node in waits and under_way > allowed:
+                    found = f"with it {under_way} collectives of {role} are under way"
+                    remedy = f"wait for others first: {allowed} may be"
+                    fail(program, Invariant.BOUNDED, node, found, remedy)
 
 
 def check_waited(program: Program) -> None:

@@ -84,7 +84,9 @@ def with_buckets_of(size: int, stage: int, capture: Capture) -> Program:
 
 def issued(program: Program, part: str, kind: str) -> list[Node]:
     """The collectives of a kind in one graph; a bucket is one."""
-    return [node for node in program.graphs[part].nodes if re.match(rf"(_c10d_functional|zerofx)\.{kind}", str(node.target))]
+    return [
+        node for node in program.graphs[part].nodes if re.match(rf"(_c10d_functional|zerofx)\.{kind}", str(node.target))
+    ]
 
 
 def half(program: Program, name: str, inputs: list[list[Any]]) -> Ranks:

@@ -18,13 +18,14 @@ from zerofx.recipe import recipe
 FILES = sorted(path.stem for path in Path(passes.__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
-def names(stage: int) -> list[str]:
-    return [step.name for step in recipe(Config(stage=stage))]
+def names(stage: int, backend: str = "gloo") -> list[str]:
+    return [step.name for step in recipe(Config(stage=stage), backend)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_recipe_of_each_stage_is_a_valid_order(stage: int) -> None:
-    validate(recipe(Config(stage=stage)))
+    validate(recipe(Config(stage=stage), "gloo"))
+    validate(recipe(Config(stage=stage), "nccl"))
 
 
 def test_options_reach_the_passes() -> None:
@@ -38,8 +39,8 @@ def test_the_size_of_a_bucket_reaches_both_passes() -> None:
 
 
 def test_only_gloo_has_point_to_point_messages() -> None:
-    on_nccl = [step.name for step in recipe(Config(), backend="nccl")]
-    assert [*on_nccl, "use-point-to-point"] == names(3)
+    assert [*names(3)[:-1], "prefetch-all-gathers", "delay-waits"] == names(3, "nccl")
+    assert names(3)[-1] == "use-point-to-point"
 
 
 def test_stage_3_releases_and_stages_1_and_2_keep() -> None:
@@ -49,7 +50,8 @@ def test_stage_3_releases_and_stages_1_and_2_keep() -> None:
 
 
 def test_every_file_is_a_pass_of_some_recipe() -> None:
-    assert {name for stage in STAGES for name in names(stage)} == {file.replace("_", "-") for file in FILES}
+    used = {name for stage in STAGES for backend in ("gloo", "nccl") for name in names(stage, backend)}
+    assert used == {file.replace("_", "-") for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -23,8 +23,10 @@ from tests.broken import (
     WAITED,
     Edit,
 )
+from tests.golden_files import GOLDEN, Golden
+from zerofx.passes.use_point_to_point import UsePointToPoint
 from zerofx.program import Invariant, Program
-from zerofx.text import parse
+from zerofx.text import parse, show
 from zerofx.verify import InvariantError, check
 
 
@@ -116,3 +118,51 @@ def test_reads_are_merged_when_each_half_has_its_own() -> None:
 
 def test_only_what_holds_is_checked() -> None:
     check(edited(LOGICAL, [("mine @ grad", "mm @ grad")], {Invariant.MERGED, Invariant.RELEASED}))
+
+
+SCHEDULED = Golden.read(GOLDEN / "prefetch_all_gathers" / "two_ahead.txt").after
+DELAYED = Golden.read(GOLDEN / "delay_waits" / "over_the_cap.txt").after
+
+
+@pytest.mark.parametrize(
+    ("text", "role", "last"),
+    [(SCHEDULED, "unshard", "e_gather in inference"), (DELAYED, "reduce_grad", "{bucket}_1 in backward")],
+)
+def test_more_collectives_under_way_than_the_schedule_allows_are_refused(text: str, role: str, last: str) -> None:
+    program = edited(text, [], {Invariant.BOUNDED})
+    most = {"unshard": 3, "reduce_grad": 2}[role]
+    program.under_way[role] = most
+    check(program)
+    program.under_way[role] = most - 1
+    with pytest.raises(InvariantError) as raised:
+        check(program)
+    name = last.format(bucket="reduce_scatter_tensor_coalesced_default")
+    said = f"{name}: with it {most} collectives of {role} are under way; wait for others first: {most - 1} may be"
+    assert said in str(raised.value)
+
+
+def exchanged() -> str:
+    """The program with buckets, by point-to-point messages."""
+    program = parse(broken_buckets.BUCKETS)
+    UsePointToPoint(1024)(program)
+    return show(program)
+
+
+@pytest.mark.parametrize(
+    ("invariant", "edit", "said"),
+    [
+        (Invariant.REDUCED, ("1024, 'avg'", "1024, 'sum'"), "it is reduce_scatter_tensor('sum', 2, 'dp'); a needs"),
+        (Invariant.REDUCED, ("([a_sent, b_sent],", "([b_sent, a_sent],"), "it reduces b_sent, of b"),
+        (Invariant.GATHERED, ("([a_pad, b_pad],", "([b_pad, a_pad],"), "it gathers b_pad; gather the stored part of a"),
+        (
+            Invariant.GATHERED,
+            ("all_gather_p2p_default, 1)", "all_gather_p2p_default, 0)"),
+            "it takes place 0, which is",
+        ),
+    ],
+)
+def test_point_to_point_messages_are_checked_as_the_collectives_they_replace(
+    invariant: Invariant, edit: Edit, said: str
+) -> None:
+    check(edited(exchanged(), [], {invariant, Invariant.WAITED}))
+    assert said in refused(invariant, exchanged(), edit)
