@@ -1,13 +1,17 @@
-"""The command line: `python -m zerofx passes` prints the table of passes."""
+"""The command line: `python -m zerofx passes` prints the table of passes, `tune` measures the process group."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+
+import torch.distributed as dist
 
 from zerofx.config import STAGES, Config
 from zerofx.manager import Pass
 from zerofx.recipe import recipe
+from zerofx.tune import tune
 
 BACKENDS = ("nccl", "gloo")
 
@@ -38,9 +42,15 @@ def pass_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m zerofx", description=__doc__)
-    parser.add_argument("command", choices=["passes"], help="what to print")
-    parser.parse_args()
-    print(pass_table())
+    parser.add_argument("command", choices=["passes", "tune"])
+    command = parser.parse_args().command
+    if command == "passes":
+        print(pass_table())
+    elif "RANK" not in os.environ:
+        parser.error("tune runs on every rank: python -m torch.distributed.run --nproc-per-node 2 -m zerofx tune")
+    else:
+        tune()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def compile(  # noqa: A001
     stage: int = 3,
     mesh: DeviceMesh | None = None,
     persist_below: int = 10_000,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     prefetch: int = 1,
     ignored_params: Iterable[nn.Parameter] = (),
     init_fn: InitFn | None = None,
@@ -62,7 +62,8 @@ def compile(  # noqa: A001
         mesh: a DeviceMesh of one dimension, or with one named `dp`, to shard over. Default: all ranks of the default
             group, which is made from torchrun's environment if need be; without either, one rank and no group.
         persist_below: parameters of fewer elements stay replicated.
-        bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes).
+        bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes). Default: as many
+            as make a message's latency a tenth of its time, on the group's backend (`python -m zerofx tune`).
         prefetch: how many buckets of parameters are gathered ahead of their first use, where collectives run beside
             the computation; on gloo, whose collectives take the cores that compute, none is.
         ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.

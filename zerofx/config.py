@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zerofx.cost import link
+
 if TYPE_CHECKING:
     from zerofx.manager import Pass
 
@@ -28,7 +30,7 @@ class Config:
 
     stage: int = 3
     persist_below: int = 10_000
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     prefetch: int = 1
     sync_init: bool = True
     backend: str = "inductor"
@@ -41,8 +43,8 @@ class Config:
             _refuse("stage", self.stage, f"one of {', '.join(map(str, STAGES))}")
         if type(self.persist_below) is not int or self.persist_below < 0:
             _refuse("persist_below", self.persist_below, "a number of elements, 0 or more")
-        if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
-            _refuse("bucket_mb", self.bucket_mb, "a number of MiB, more than 0")
+        if self.bucket_mb is not None and (not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0):
+            _refuse("bucket_mb", self.bucket_mb, "a number of MiB, more than 0, or None")
         if type(self.prefetch) is not int or self.prefetch < 0:
             _refuse("prefetch", self.prefetch, "a number of buckets, 0 or more")
         if self.backend not in BACKENDS:
@@ -55,9 +57,9 @@ class Config:
             if not isinstance(getattr(self, field), bool):
                 _refuse(field, getattr(self, field), "True or False")
 
-    @property
-    def bucket_bytes(self) -> int:
-        return int(self.bucket_mb * 2**20)
+    def bucket_bytes(self, backend: str) -> int:
+        """The most bytes of one bucket on a process group's backend."""
+        return link(backend).bucket_bytes() if self.bucket_mb is None else int(self.bucket_mb * 2**20)
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on every rank."""

@@ -22,16 +22,17 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
 
     The program is cut into forward and backward between the logical and the physical passes.
     """
+    size = config.bucket_bytes(backend)
     return (
         ChooseLayout(config.stage, config.persist_below),
         MergeReads(),
         *([ReleaseAfterUse()] if config.stage == 3 else []),
         *([KeepGathered()] if config.stage in (1, 2) else []),
         InsertAllGather(),
-        BucketAllGathers(config.bucket_bytes),
+        BucketAllGathers(size),
         InsertReduceScatter(),
-        BucketReductions(config.bucket_bytes),
-        *([UsePointToPoint(config.bucket_bytes)] if "gloo" in backend else _overlap(config)),
+        BucketReductions(size),
+        *([UsePointToPoint(size)] if "gloo" in backend else _overlap(config)),
     )
 
 

@@ -24,7 +24,7 @@ from zerofx.textgraph import kind_of
 
 WORLD, STEPS = 2, 3
 STAGES = (0, 1, 2, 3)
-SMALL, DEFAULT = 0.001, 25.0  # values of bucket_mb
+SMALL, LARGE = 0.001, 25.0  # values of bucket_mb
 MAKERS = (sgd, adamw_default)
 Builder = Callable[[], Case]
 BUILDERS = (mlp_odd, gpt, gpt2, resnet)
@@ -103,11 +103,11 @@ def each(*sizes: float) -> pytest.MarkDecorator:
     )
 
 
-@each(SMALL, DEFAULT)
+@each(SMALL, LARGE)
 def test_stages_and_sizes_of_buckets_train_to_the_same_bits(
     pool: Callable[[int], Pool], builder: Builder, stage: int, bucket_mb: float
 ) -> None:
-    first = runs(pool, builder, 0, DEFAULT)
+    first = runs(pool, builder, 0, LARGE)
     for ours, theirs in zip(runs(pool, builder, stage, bucket_mb), first, strict=True):
         for make in MAKERS:
             mine, wanted = ours.trained[make.__name__], theirs.trained[make.__name__]
@@ -117,7 +117,7 @@ def test_stages_and_sizes_of_buckets_train_to_the_same_bits(
                 assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
-@each(SMALL, DEFAULT)
+@each(SMALL, LARGE)
 def test_only_stage_3_gathers_in_the_backward(
     pool: Callable[[int], Pool], builder: Builder, stage: int, bucket_mb: float
 ) -> None:
@@ -126,7 +126,7 @@ def test_only_stage_3_gathers_in_the_backward(
         assert gathers == {0: set(), 1: {"forward"}, 2: {"forward"}, 3: {"forward", "backward"}}[stage]
 
 
-@each(SMALL, DEFAULT)
+@each(SMALL, LARGE)
 def test_a_step_issues_what_the_graphs_say(
     pool: Callable[[int], Pool], builder: Builder, stage: int, bucket_mb: float
 ) -> None:
@@ -139,17 +139,17 @@ def test_a_step_issues_what_the_graphs_say(
 def test_a_bucket_larger_than_the_model_takes_one_collective_for_each_kind(
     pool: Callable[[int], Pool], builder: Builder, stage: int
 ) -> None:
-    for run in runs(pool, builder, stage, DEFAULT):
+    for run in runs(pool, builder, stage, LARGE):
         counts = kinds(run.rows)
         assert set(counts.values()) == {1}
-        assert len(run.rows) <= ceil(run.nbytes / (DEFAULT * 2**20)) + len(counts)
+        assert len(run.rows) <= ceil(run.nbytes / (LARGE * 2**20)) + len(counts)
 
 
 @each()
 def test_small_buckets_take_more_collectives_of_the_same_kinds_and_bytes(
     pool: Callable[[int], Pool], builder: Builder, stage: int
 ) -> None:
-    for small, large in zip(runs(pool, builder, stage, SMALL), runs(pool, builder, stage, DEFAULT), strict=True):
+    for small, large in zip(runs(pool, builder, stage, SMALL), runs(pool, builder, stage, LARGE), strict=True):
         few, many = kinds(large.rows), kinds(small.rows)
         assert few.keys() == many.keys()
         assert sum(many.values()) > sum(few.values()) or builder is mlp_odd
