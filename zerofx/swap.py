@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
 from zerofx.ops import unshard
+from zerofx.running import RUNNING
 from zerofx.stored import converted, stored_as
 
 READS = "_zerofx_reads"
@@ -27,26 +26,6 @@ class Read(NamedTuple):
     dim: int
     rows: int
     group: str
-
-
-class Running:
-    """Forwards of compiled models in progress; reads outside of a graph are noted on the innermost one."""
-
-    def __init__(self) -> None:
-        self.eager_reads: list[dict[str, None]] = []
-
-    @contextmanager
-    def forward(self) -> Iterator[dict[str, None]]:
-        """Collects the modules whose parameters are read outside of a graph meanwhile."""
-        found: dict[str, None] = {}
-        self.eager_reads.append(found)
-        try:
-            yield found
-        finally:
-            self.eager_reads.pop()
-
-
-RUNNING = Running()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
