@@ -22,7 +22,7 @@ from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
 from zerofx.shard import Owner, shard_parameter, sync_module
-from zerofx.swap import READS, swap_class, swap_unsharded
+from zerofx.swap import READS, answer_get_parameter, swap_class, swap_unsharded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -144,6 +144,8 @@ def _place(
     for module in model.modules():
         if module is model or READS in module.__dict__:
             swap_class(module)
+        elif next(module.parameters(), None) is not None:
+            answer_get_parameter(module)
 
 
 def _passes(config: Config) -> tuple[Pass, ...]:

@@ -84,6 +84,16 @@ class Copied(nn.Module):
             copy.copy(engine).attach(self)  # a shallow copy of a model comes here with the engine of that model
 
 
+def _stored_parameter(module: nn.Module, target: str) -> nn.Parameter:
+    """What `module.get_parameter(target)` returns: attributes of the owner's would be gathered copies."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    param = owner._parameters.get(name)
+    if param is None:
+        raise AttributeError(f"{type(owner).__name__} has no parameter {name!r}")
+    return param
+
+
 class Sharded(Copied, zerofx_made=True):
     """What the swapped class of a module with sharded parameters, and of a sharded model's root, adds."""
 
@@ -105,12 +115,7 @@ class Sharded(Copied, zerofx_made=True):
             self._parameters.update(new)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        path, _, name = target.rpartition(".")
-        module = self.get_submodule(path)
-        param = module._parameters.get(name)
-        if param is None:
-            raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
-        return param
+        return _stored_parameter(self, target)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not isinstance(param, DTensor):
@@ -164,6 +169,14 @@ def swap_class(module: nn.Module) -> None:
     module.__dict__[READS] = {name: reads[name] for name in names}
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = sharded_class(cast("Any", type(module)), names)
+
+
+def answer_get_parameter(module: nn.Module) -> None:
+    """Lets a module that keeps its class, such as a container, find the parameters of the modules inside it.
+
+    A partial and not a bound method, since copies and pickles of it belong to the copy of the module.
+    """
+    module.__dict__["get_parameter"] = functools.partial(_stored_parameter, module)
 
 
 def swap_unsharded(model: nn.Module) -> None:
