@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ import torch._dynamo as _dynamo
 import torch._functorch.config as _functorch_config
 import torch.distributed.distributed_c10d as _c10d
 from torch._dynamo.eval_frame import skip_code as _skip_code
+from torch._dynamo.exc import BackendCompilerFailed as _BackendCompilerFailed
 from torch._dynamo.source import ConstantSource as _ConstantSource
 from torch._functorch._aot_autograd import descriptors as _desc
 from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_simplified
@@ -20,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
@@ -183,6 +185,30 @@ def inductor_compile(
         patches["force_disable_caches"] = True
     with _backward_as_eager():
         return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches))
+
+
+def backend_error(error: BaseException) -> BaseException:
+    """What a Dynamo backend raised, which Dynamo wraps in many lines; any other error is itself."""
+    return error.inner_exception if isinstance(error, _BackendCompilerFailed) else error
+
+
+def is_broken_off(gm: GraphModule) -> bool:
+    """Whether Dynamo ends its graph before the code does."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def storage_id(value: object) -> int:
+    """The same for tensors that share memory, fake ones too; 0 for what has none of its own."""
+    try:
+        return int(cast(Any, value).untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
+    except (RuntimeError, NotImplementedError):  # a nested or sparse tensor
+        return 0
+
+
+def fake_mode_of(values: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The mode of the first fake tensor among the values."""
+    modes = (value.fake_mode for value in values if isinstance(value, _FakeTensor))
+    return cast("AbstractContextManager[Any]", next(modes, nullcontext()))
 
 
 def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+
+TELL_SECONDS = 30.0
 
 
 class RankMismatchError(RuntimeError):
@@ -38,3 +43,24 @@ def agree(
                     f"{theirs.get(name)!r}; give every rank the same model and the same arguments"
                 )
     return [theirs for _, _, theirs in told]
+
+
+def refuse_without_mesh(problem: Exception) -> NoReturn:
+    """Raises the problem of a rank that has no usable mesh, after it has told the others through the default group.
+
+    They may share a mesh of fewer ranks and not listen there: it waits up to TELL_SECONDS for an answer. Without one
+    the default group is left with a collective that nobody else has entered.
+    """
+    if dist.is_initialized():
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        teller = threading.Thread(target=_tell, args=(problem, device), name="zerofx refusal", daemon=True)
+        teller.start()
+        teller.join(TELL_SECONDS)
+    raise problem
+
+
+def _tell(problem: Exception, device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    with contextlib.suppress(Exception):
+        agree({}, problem, dist.group.WORLD)

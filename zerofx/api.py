@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import records, watch
-from zerofx.agree import agree
-from zerofx.check_model import ModelError, find_owners, parameters_of, refuse_model
+from zerofx.agree import agree, refuse_without_mesh
+from zerofx.check_model import find_owners, parameters_of, refuse_model
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
-from zerofx.groups import data_parallel_mesh, program_mesh
+from zerofx.groups import NotInMeshError, data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
 from zerofx.manager import Pass, validate
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
 from zerofx.shard import Owner, shard_parameter, sync_module
-from zerofx.swap import READS, swap_class, swap_unsharded
+from zerofx.swap import READS, answer_get_parameter, swap_class, swap_unsharded
+from zerofx.unsupported import refuse_arguments, refuse_stages
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,6 +45,7 @@ def compile(  # noqa: A001
     passes: Rewrite | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    **others: Never,
 ) -> M:
     """Shards a model's parameters over the data-parallel ranks and compiles it, in place; returns `model`.
 
@@ -74,6 +77,7 @@ def compile(  # noqa: A001
         passes: a function from the default tuple of passes to the tuple to run.
         dynamic: as in torch.compile.
         fullgraph: make code that torch.compile cannot put into a graph an error.
+        others: no other argument is taken; those of FSDP, DDP and DeepSpeed are refused with what to do instead.
 
     Raises:
         ConfigError: an argument has a value that is not allowed.
@@ -85,14 +89,21 @@ def compile(  # noqa: A001
     config, owners = Config(), list[Owner]()
     order: tuple[Pass, ...] = ()
     device = _device_of(model, mesh)
-    device_mesh = data_parallel_mesh(mesh, device)
+    try:
+        device_mesh = data_parallel_mesh(mesh, device)
+    except NotInMeshError:
+        raise
+    except Exception as error:
+        refuse_without_mesh(error)
     group = None if device_mesh is None else device_mesh.get_group()
     ignored = list[nn.Parameter]()
     try:
+        refuse_model(model)
+        refuse_arguments(others, TAKEN)
+        refuse_stages(stage)
         ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph)
         order = _passes(config, "" if group is None else dist.get_backend(group))
-        refuse_model(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
         facts = config.facts() | _versions() | {"the passes": repr(order)}
@@ -100,7 +111,7 @@ def compile(  # noqa: A001
         facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    notes = agree(facts, problem, group, watch.offer(group, model))
+    notes = agree(facts, problem, group, None if problem else watch.offer(group, model))
 
     program = program_mesh(device_mesh)
     chosen = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
@@ -114,6 +125,11 @@ def compile(  # noqa: A001
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank, left_alone).attach(model)
     return model
+
+
+TAKEN = tuple(
+    name for name, each in inspect.signature(compile).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 def _place(
@@ -149,6 +165,8 @@ def _place(
     for module in model.modules():
         if module is model or READS in module.__dict__:
             swap_class(module)
+        elif next(module.parameters(), None) is not None:
+            answer_get_parameter(module)
 
 
 def _passes(config: Config, backend: str) -> tuple[Pass, ...]:
@@ -161,9 +179,8 @@ def _passes(config: Config, backend: str) -> tuple[Pass, ...]:
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     """Where the parameters are; those on the meta device go where the mesh is, or on the GPU if there is one."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"zerofx.compile takes a torch.nn.Module, not {type(model).__name__}")
-    real = next((param.device for param in model.parameters() if not param.is_meta), None)
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    real = next((param.device for param in params if not param.is_meta), None)
     if real is not None:
         return real
     if isinstance(mesh, DeviceMesh):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from zerofx.config import ConfigError
 from zerofx.layout import ParamLayout
 from zerofx.shard import Owner
+from zerofx.unsupported import WRAPPERS, wrapper_of
 
 
 class ModelError(ValueError):
@@ -28,17 +29,17 @@ def parameters_of(ignored: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises ModelError for a model that is already compiled or wrapped."""
+    """Raises ModelError for what is no module, or is already compiled or wrapped."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"zerofx.compile takes a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"its submodule {name!r}" if name else "this model"
         if "_zerofx_engine" in module.__dict__:
             raise ModelError(f"zerofx.compile was already called on {where}: compile a model once")
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ModelError(f"torch.compile was already applied to {where}: pass the model itself, zerofx compiles it")
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ModelError(
-                f"{where} is wrapped in DistributedDataParallel: pass the model itself, zerofx reduces gradients"
-            )
+        if wrapper := wrapper_of(type(module)):
+            raise ModelError(f"{where} is wrapped in {wrapper}: {WRAPPERS[wrapper]}")
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(f"{where} is a ScriptModule, which cannot be traced: pass the Python module")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -20,13 +20,16 @@ from zerofx.backends import inductor, interpret
 from zerofx.capture import Capture
 from zerofx.check_model import ModelError
 from zerofx.config import Config
+from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.mesh import Mesh
 from zerofx.notes import compiling, note_call, noted
+from zerofx.running import RUNNING
 from zerofx.sequence import blocks_of
-from zerofx.swap import READS, RUNNING
+from zerofx.swap import READS
 from zerofx.watch import follow
+from zerofx.writes import lent_outputs, refuse_writes
 
 
 class Engine:
@@ -63,15 +66,16 @@ class Engine:
         self.refuse_new_parameters()
         with compiling(self.group):
             capture, compiled = self._compile(gm, inputs)
-        if self.mesh.world == 1:
-            return compiled
-        model = self.model()
-        where = f"graph {len(self.captures) - 1} of {type(model).__name__}"
-        return noted(compiled, blocks_of(capture.steps[-1].text, where), self.group)
+        if self.mesh.world > 1:
+            where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
+            compiled = noted(compiled, blocks_of(capture.steps[-1].text, where), self.group)
+        lent = lent_outputs(gm, capture.params)
+        return RUNNING.lending(compiled, lent) if lent else compiled
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Capture, Callable[..., Any]]:
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+        refuse_writes(gm, params)
         capture = Capture(params, self.passes, self.mesh, layout, self.rank)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
@@ -150,7 +154,10 @@ class CompiledCall:
             with RUNNING.forward() as eager_reads, _torch.hook_guards():
                 result = self.call(*args, **kwargs)
         except BaseException as error:
+            error = _torch.backend_error(error)
             note_call(engine.group, error)
+            if isinstance(error, (LostWriteError, ModelError)):
+                raise error from None
             raise
         if eager_reads and before is not None:
             engine.warned = True

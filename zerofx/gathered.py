@@ -8,10 +8,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+LOST = "a gathered copy of a sharded parameter, so writing to it would be lost"
 REMEDY = (
-    "this is a gathered copy of a sharded parameter, so writing to it would be lost: write inside "
-    "`with zerofx.full_params(model):`, or to the stored part, the DTensor in model.named_parameters()"
+    f"this is {LOST}: write inside `with zerofx.full_params(model):`, or to the stored part, the DTensor in "
+    "model.named_parameters()"
 )
+
+
+class LostWriteError(RuntimeError):
+    """A write to a whole copy of a parameter, which would be lost."""
+
+
+def lost(what: str) -> str:
+    """What to say where a forward writes to a parameter."""
+    return (
+        f"the forward writes to {what}, which is {LOST}: write outside of the forward, inside `with "
+        "zerofx.full_params(model):`, or to the stored part, the DTensor in model.named_parameters()"
+    )
 
 
 class Gathered(Tensor):
@@ -25,7 +38,7 @@ class Gathered(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _writes(func, args, kwargs):
-            raise RuntimeError(REMEDY)
+            raise LostWriteError(REMEDY)
         with torch._C.DisableTorchFunctionSubclass():
             plain = tree_map_only(Gathered, lambda t: t.as_subclass(Tensor), (args, kwargs))
             result = func(*plain[0], **plain[1])

@@ -10,6 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerofx.config import ConfigError
 from zerofx.mesh import Axis, Mesh
+from zerofx.unsupported import refuse_dimensions
+
+
+class NotInMeshError(ConfigError):
+    """A rank that is not part of the mesh called `zerofx.compile`; the ranks of the mesh go on without it."""
+
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -17,7 +23,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
     """The 1-dimensional mesh to shard over, or None for one rank without any group.
 
-    Raises ConfigError for a mesh of several dimensions without one named `dp`, or of another device type.
+    Raises ConfigError for a mesh of several dimensions without one named `dp`, with one for a feature that zerofx does
+    not have, or of another device type, and NotInMeshError for a rank outside of the mesh.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -33,13 +40,14 @@ def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceM
             "move the model to the mesh's device first"
         )
     if mesh.ndim > 1:
+        refuse_dimensions(mesh.mesh_dim_names or (), mesh.shape if mesh.mesh_dim_names else ())
         if "dp" not in (mesh.mesh_dim_names or ()):
             raise ConfigError(
                 f"the mesh has the axes {mesh.mesh_dim_names} and none is named 'dp': name the data-parallel axis 'dp'"
             )
         mesh = mesh["dp"]
     if mesh.get_coordinate() is None:
-        raise ConfigError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
+        raise NotInMeshError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
     return mesh
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
 from zerofx.ops import unshard
+from zerofx.running import RUNNING
 from zerofx.stored import converted, stored_as
 
 READS = "_zerofx_reads"
@@ -27,26 +26,6 @@ class Read(NamedTuple):
     dim: int
     rows: int
     group: str
-
-
-class Running:
-    """Forwards of compiled models in progress; reads outside of a graph are noted on the innermost one."""
-
-    def __init__(self) -> None:
-        self.eager_reads: list[dict[str, None]] = []
-
-    @contextmanager
-    def forward(self) -> Iterator[dict[str, None]]:
-        """Collects the modules whose parameters are read outside of a graph meanwhile."""
-        found: dict[str, None] = {}
-        self.eager_reads.append(found)
-        try:
-            yield found
-        finally:
-            self.eager_reads.pop()
-
-
-RUNNING = Running()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -105,6 +84,16 @@ class Copied(nn.Module):
             copy.copy(engine).attach(self)  # a shallow copy of a model comes here with the engine of that model
 
 
+def _stored_parameter(module: nn.Module, target: str) -> nn.Parameter:
+    """What `module.get_parameter(target)` returns: attributes of the owner's would be gathered copies."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    param = owner._parameters.get(name)
+    if param is None:
+        raise AttributeError(f"{type(owner).__name__} has no parameter {name!r}")
+    return param
+
+
 class Sharded(Copied, zerofx_made=True):
     """What the swapped class of a module with sharded parameters, and of a sharded model's root, adds."""
 
@@ -126,12 +115,7 @@ class Sharded(Copied, zerofx_made=True):
             self._parameters.update(new)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        path, _, name = target.rpartition(".")
-        module = self.get_submodule(path)
-        param = module._parameters.get(name)
-        if param is None:
-            raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
-        return param
+        return _stored_parameter(self, target)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not isinstance(param, DTensor):
@@ -185,6 +169,14 @@ def swap_class(module: nn.Module) -> None:
     module.__dict__[READS] = {name: reads[name] for name in names}
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = sharded_class(cast("Any", type(module)), names)
+
+
+def answer_get_parameter(module: nn.Module) -> None:
+    """Lets a module that keeps its class, such as a container, find the parameters of the modules inside it.
+
+    A partial and not a bound method, since copies and pickles of it belong to the copy of the module.
+    """
+    module.__dict__["get_parameter"] = functools.partial(_stored_parameter, module)
 
 
 def swap_unsharded(model: nn.Module) -> None:

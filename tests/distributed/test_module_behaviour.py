@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -87,6 +89,16 @@ def test_parameters_are_found_by_name() -> None:
     assert found is dict(model.named_parameters())["0.a.weight"]
     assert found is model[0].a.get_parameter("weight")
     assert "nothing" in message(lambda: model.get_parameter("0.a.nothing"), AttributeError)
+
+
+@on_ranks(2)
+def test_containers_find_the_parameters_inside_them() -> None:
+    model = sharded(nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(7, 7))]), nn.ReLU()), backend="eager")
+    for each in (model, copy.deepcopy(model)):
+        weight = dict(each.named_parameters())["0.0.0.weight"]
+        assert type(each[0]) is nn.ModuleList and type(each[0][0]) is nn.Sequential
+        assert each[0].get_parameter("0.0.weight") is each[0][0].get_parameter("0.weight") is weight
+    assert copy.deepcopy(model[0]).get_parameter("0.0.weight") is not model[0].get_parameter("0.0.weight")
 
 
 @on_ranks(2)

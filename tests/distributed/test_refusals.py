@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
 
-from tests.distributed.ranks import Net, has, on_ranks, sharded
+from tests.distributed.ranks import Net, has, message, on_ranks, sharded
 from tests.pool import Pool
+from zerofx import agree
+from zerofx.config import ConfigError
 
 Build = Callable[[], nn.Module]
 Arguments = Callable[[int], dict[str, Any]]
@@ -70,6 +75,25 @@ def mesh(*names: str) -> Any:
     return init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
 
 
+def fsdp2() -> nn.Module:
+    return fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
+
+
+def engine() -> nn.Module:
+    """A module whose class is DeepSpeed's by name."""
+    return type("DeepSpeedEngine", (Net,), {"__module__": "deepspeed.runtime.engine"})()
+
+
+def only_last_mesh(*names: str) -> Arguments:
+    """All ranks make the mesh, which is a collective, and only the last one uses it."""
+
+    def arguments(rank: int) -> dict[str, Any]:
+        made = mesh(*names)
+        return {"mesh": made} if rank == 1 else {}
+
+    return arguments
+
+
 def distributed() -> nn.Module:
     return distribute_module(nn.Linear(7, 7), init_device_mesh("cpu", (2,)))
 
@@ -82,6 +106,10 @@ def wider_on_last() -> nn.Module:
     return nn.Linear(7, 13 + dist.get_rank())
 
 
+def net_or_list() -> Any:
+    return [Net()] if dist.get_rank() == 1 else Net()
+
+
 def deeper_on_last() -> nn.Module:
     return nn.Sequential(*(nn.Linear(7, 7) for _ in range(1 + dist.get_rank())))
 
@@ -90,6 +118,7 @@ def frozen_on_last() -> nn.Module:
     return Net().requires_grad_(dist.get_rank() == 0)
 
 
+HSDP = "hybrid sharding (HSDP), which zerofx does not have: give zerofx.compile a mesh with one data-parallel dimension"
 SPARSE = "sparse gradients, which cannot be reduced: make it with sparse=False"
 REFUSALS = [
     Refusal("stage", Net, always(stage=4), ("stage=4", "one of 0, 1, 2, 3")),
@@ -107,6 +136,20 @@ REFUSALS = [
     Refusal("ignored_none", Net, always(ignored_params=None), ("ignored_params", "takes parameters, not NoneType")),
     Refusal("mesh_type", Net, always(mesh=2), ("takes a DeviceMesh, not int",)),
     Refusal("mesh_axes", Net, lambda rank: {"mesh": mesh("x", "y")}, ("('x', 'y')", "name the data-parallel axis")),
+    Refusal("mesh_last", Net, only_last(mesh=2), ("failed on rank 1", "a DeviceMesh"), ("ConfigError", "not int")),
+    Refusal("axes_last", Net, only_last_mesh("x", "y"), ("failed on rank 1", "('x', 'y')"), ("ConfigError", "'dp'")),
+    Refusal("hsdp", Net, lambda rank: {"mesh": mesh("dp_replicate", "dp_shard")}, ("'dp_replicate', 'dp_shard'", HSDP)),
+    Refusal("hsdp_dp", Net, lambda rank: {"mesh": mesh("dp_replicate", "dp")}, ("'dp_replicate', 'dp'", HSDP)),
+    Refusal("cp", Net, lambda rank: {"mesh": mesh("cp", "dp")}, ("'cp'", "context parallelism, which zerofx does not")),
+    Refusal("ep", Net, lambda rank: {"mesh": mesh("ep", "dp")}, ("'ep'", "expert parallelism, which zerofx does not")),
+    Refusal("stages", Net, always(stage={"a": 2, "b": 3}), ("stages per module", "one stage", "ignored_params")),
+    Refusal("stage_function", Net, always(stage=lambda module: 3), ("given a function", "stages per module")),
+    Refusal("reshard", Net, always(reshard_after_forward=False), ("ConfigError", "False is stage=2")),
+    Refusal("offload", Net, always(offload_policy=None), ("offload_policy=...", "offload, which zerofx does not have")),
+    Refusal("deepspeed", Net, always(config="ds.json"), ("DeepSpeed's configuration", "stage=3")),
+    Refusal("unknown", Net, always(bucket_size=1), ("no argument 'bucket_size'", "the closest one is 'bucket_mb'")),
+    Refusal("unknown_last", Net, only_last(stge=1), ("failed on rank 1", "'stge'"), ("ConfigError", "'stage'")),
+    Refusal("module_last", net_or_list, none, ("failed on rank 1", "not list"), ("ModelError", "not list")),
     Refusal("no_module", lambda: Net().forward, none, ("takes a torch.nn.Module, not method",)),
     Refusal("list", lambda: [Net()], none, ("takes a torch.nn.Module, not list",)),
     Refusal("other_stage", Net, only_last(stage=0), ("ranks differ in stage", "rank 1 has 0", "the same arguments")),
@@ -122,6 +165,9 @@ REFUSALS = [
     Refusal("compiled_part", inside(lambda: torch.compile(Net())), none, ("submodule '1'", "pass the model itself")),
     Refusal("compile_method", lambda: called(Net()), none, ("torch.compile was already applied to this model",)),
     Refusal("ddp", lambda: nn.parallel.DistributedDataParallel(Net()), none, ("DistributedDataParallel", "itself")),
+    Refusal("dp", inside(lambda: nn.DataParallel(Net())), none, ("submodule '1' is wrapped in DataParallel", "itself")),
+    Refusal("fsdp2", fsdp2, none, ("wrapped in FSDPModule", "without fully_shard")),
+    Refusal("engine", engine, none, ("wrapped in DeepSpeedEngine", "the place of deepspeed.initialize")),
     Refusal("script", lambda: torch.jit.trace(Net(), torch.ones(1, 7)), none, ("ScriptModule", "the Python module")),
     Refusal("sparse", inside(lambda: nn.Embedding(5, 7, sparse=True)), none, ("its submodule '1'", SPARSE)),
     Refusal("complex", with_parameter(lambda: torch.zeros(3, dtype=torch.cfloat)), none, ("'extra' is complex", "two")),
@@ -162,6 +208,25 @@ def test_every_rank_is_told_what_to_do(pool: Callable[[int], Pool], refusal: Ref
     has(first, refusal.words)
     has(last, refusal.rank1 or refusal.words)
     assert "\n" not in first + last
+
+
+@on_ranks(2)
+def test_a_rank_without_a_usable_mesh_waits_only_a_while_for_the_others() -> None:
+    agree.TELL_SECONDS = 1.0
+    try:
+        start = time.monotonic()
+        if dist.get_rank() == 1:
+            has(message(lambda: sharded(Net(), mesh=2), ConfigError), ["takes a DeviceMesh, not int"])
+            assert 1 <= time.monotonic() - start < 3
+            for thread in threading.enumerate():
+                if thread.name == "zerofx refusal":
+                    thread.join()
+        else:
+            time.sleep(3)
+            has(message(lambda: sharded(Net())), ["failed on rank 1", "takes a DeviceMesh, not int"])
+            assert time.monotonic() - start < 10
+    finally:
+        agree.TELL_SECONDS = 30.0
 
 
 @on_ranks(2)

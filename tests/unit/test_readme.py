@@ -13,6 +13,7 @@ from zerofx.manager import run
 from zerofx.program import Invariant
 from zerofx.recipe import recipe
 from zerofx.text import parse, show
+from zerofx.unsupported import MISSING
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -25,6 +26,10 @@ def block(name: str) -> str:
 
 def test_the_pass_table_is_the_recipe() -> None:
     assert f"<!-- passes -->\n{pass_table()}\n" in README
+
+
+def test_what_is_missing_is_listed() -> None:
+    assert "<!-- missing -->\n" + "".join(f"- {name}: {remedy}\n" for name, remedy in MISSING.items()) in README
 
 
 @pytest.mark.parametrize("stage", STAGES)

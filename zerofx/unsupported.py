@@ -1,0 +1,154 @@
+"""What other libraries have and zerofx does not, by name, with what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+from zerofx.config import ConfigError
+
+HYBRID, CONTEXT, EXPERT = "hybrid sharding (HSDP)", "context parallelism", "expert parallelism"
+TENSOR, PIPELINE, OFFLOAD = "tensor parallelism", "pipeline parallelism", "offload"
+PRECISION, STAGES = "configured mixed precision", "stages per module"
+ACCUMULATION, WRAPPING = "gradient accumulation without reducing (`no_sync`)", "wrapping of single modules"
+
+MISSING: Mapping[str, str] = {
+    HYBRID: "give zerofx.compile a mesh with one data-parallel dimension, named 'dp'",
+    CONTEXT: "split the batch and not the sequence, over a mesh without a context-parallel dimension",
+    EXPERT: "keep all experts on every rank, where stage=3 shards them like other parameters",
+    TENSOR: "shard the parameters with stage=3 instead",
+    PIPELINE: "shard the parameters with stage=3 instead",
+    OFFLOAD: "store less on each rank with stage=3, over more ranks if need be",
+    PRECISION: "call the model and the loss under torch.autocast",
+    STAGES: "give the whole model one stage, and take parameters out with ignored_params",
+    WRAPPING: "leave it out, zerofx buckets what it gathers by size (bucket_mb)",
+    ACCUMULATION: "call backward for each micro-batch, which reduces each time and adds up in p.grad",
+}
+"""Features that zerofx does not have, and what to do without each."""
+
+DATA_PARALLEL = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "ddp", "fsdp", "hsdp", "data", "data_parallel")
+DIMENSIONS: Mapping[str, str] = {
+    "cp": CONTEXT, "dp_shard_cp": CONTEXT, "context": CONTEXT, "context_parallel": CONTEXT,
+    "ep": EXPERT, "expert": EXPERT, "expert_parallel": EXPERT,
+}  # fmt: skip
+"""Names of mesh dimensions that ask for a feature."""
+
+WRAPPERS: Mapping[str, str] = {
+    "DistributedDataParallel": "pass the model itself, zerofx reduces gradients",
+    "DataParallel": "pass the model itself, and start one process for each device",
+    "FullyShardedDataParallel": "pass the model itself, zerofx shards it",
+    "FSDPModule": "pass the model without fully_shard, zerofx shards it",
+    "DeepSpeedEngine": "pass the model itself, zerofx.compile(stage=3) takes the place of deepspeed.initialize",
+}
+"""Classes of torch and DeepSpeed that a model may be wrapped in, or made into."""
+
+CONFIGURATION = "DeepSpeed's configuration, which zerofx does not read: pass its own arguments, such as stage=3"
+OPTIMIZER = "no part of compile: build it from model.parameters() afterwards"
+UNNEEDED = "what zerofx does anyway: leave it out"
+AHEAD = "FSDP's: prefetch is the number of buckets that are gathered ahead"
+ARGUMENTS: Mapping[str, str] = {
+    # FSDP2
+    "reshard_after_forward": "FSDP2's word for the stage: True is stage=3 and False is stage=2",
+    "shard_placement_fn": "FSDP2's choice of the dimension to shard, which zerofx makes itself: leave it out",
+    "dp_mesh_dims": "FSDP2's: name the data-parallel dimension of the mesh 'dp'",
+    "mp_policy": PRECISION,
+    "offload_policy": OFFLOAD,
+    # FullyShardedDataParallel
+    "sharding_strategy": "FSDP's word for the stage: FULL_SHARD is stage=3, SHARD_GRAD_OP stage=2, NO_SHARD stage=0",
+    "cpu_offload": OFFLOAD,
+    "auto_wrap_policy": WRAPPING,
+    "backward_prefetch": AHEAD,
+    "forward_prefetch": AHEAD,
+    "mixed_precision": PRECISION,
+    "ignored_modules": "FSDP's: pass their parameters as ignored_params",
+    "ignored_states": "FSDP's: pass the parameters as ignored_params",
+    "param_init_fn": "FSDP's name for init_fn: pass init_fn",
+    "sync_module_states": "FSDP's name for sync_init: pass sync_init",
+    "use_orig_params": UNNEEDED,
+    "limit_all_gathers": UNNEEDED,
+    "device_id": "FSDP's: move the model to its device before zerofx.compile",
+    "device_mesh": "FSDP's name for mesh: pass mesh",
+    "process_group": "FSDP's: pass mesh=DeviceMesh.from_group(process_group, device_type)",
+    # DistributedDataParallel
+    "device_ids": "DDP's: move the model to its device before zerofx.compile",
+    "output_device": "DDP's: move the model to its device before zerofx.compile",
+    "broadcast_buffers": "DDP's, where False is what zerofx does: average buffers yourself if ranks must share them",
+    "init_sync": "DDP's name for sync_init: pass sync_init",
+    "find_unused_parameters": UNNEEDED,
+    "static_graph": UNNEEDED,
+    "gradient_as_bucket_view": UNNEEDED,
+    "bucket_cap_mb": "DDP's name for bucket_mb: pass bucket_mb",
+    # DeepSpeed
+    "config": CONFIGURATION,
+    "config_params": CONFIGURATION,
+    "ds_config": CONFIGURATION,
+    "zero_optimization": CONFIGURATION,
+    "zero_stage": "DeepSpeed's name for stage: pass stage",
+    "model_parameters": OPTIMIZER,
+    "optimizer": OPTIMIZER,
+    "lr_scheduler": OPTIMIZER,
+    "offload_optimizer": OFFLOAD,
+    "offload_param": OFFLOAD,
+    "reduce_bucket_size": "DeepSpeed's, in elements: pass bucket_mb, in MiB",
+    "allgather_bucket_size": "DeepSpeed's, in elements: pass bucket_mb, in MiB",
+    "stage3_param_persistence_threshold": "DeepSpeed's name for persist_below: pass persist_below",
+    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_clipping": "no part of compile: call torch.nn.utils.clip_grad_norm_ before the optimizer's step",
+    "fp16": PRECISION,
+    "bf16": PRECISION,
+    "mpu": "DeepSpeed's: pass mesh=DeviceMesh.from_group(mpu.get_data_parallel_group(), device_type)",
+    # torch and others
+    "mode": "torch.compile's: set torch._inductor.config instead",
+    "options": "torch.compile's: set torch._inductor.config instead",
+    "precision": PRECISION,
+    "offload": OFFLOAD,
+    "pipeline": PIPELINE,
+    "tp_size": TENSOR,
+    "ep_size": EXPERT,
+    "cp_size": CONTEXT,
+}
+"""Arguments of other libraries: a missing feature, or what the argument is and what to do."""
+
+
+def without(feature: str) -> str:
+    """The feature, that it is missing, and the remedy."""
+    return f"{feature}, which zerofx does not have: {MISSING[feature]}"
+
+
+def refuse_arguments(given: Collection[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for the first argument given that `zerofx.compile`, which takes the `known`, does not take."""
+    for name in given:
+        if name in ARGUMENTS:
+            told = ARGUMENTS[name]
+            raise ConfigError(f"zerofx.compile({name}=...) is {without(told) if told in MISSING else told}")
+        (close,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+        raise ConfigError(
+            f"zerofx.compile takes no argument {name!r}, only {', '.join(known)}: the closest one is {close!r}"
+        )
+
+
+def refuse_stages(stage: object) -> None:
+    """Raises ConfigError for a `stage` that is a mapping from modules, or a function of them."""
+    if isinstance(stage, Mapping) or callable(stage):
+        kind = type(stage).__name__
+        raise ConfigError(f"zerofx.compile(stage=...) was given a {kind}, as for {without(STAGES)}")
+
+
+def refuse_dimensions(names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Raises ConfigError for a mesh whose dimensions ask for a feature; one rank in a dimension asks for nothing."""
+    for name, size in zip(names, sizes, strict=True):
+        if size > 1 and name in DIMENSIONS:
+            raise ConfigError(f"the mesh has a dimension {name!r} for {without(DIMENSIONS[name])}")
+    data = [name for name in names if name in DATA_PARALLEL]
+    if "dp" in data:
+        data = [name for name, size in zip(names, sizes, strict=True) if name == "dp" or (name in data and size > 1)]
+    if len(data) > 1:
+        raise ConfigError(
+            f"the mesh has the data-parallel dimensions {', '.join(map(repr, data))} for {without(HYBRID)}"
+        )
+
+
+def wrapper_of(kind: type) -> str | None:
+    """The name of a known wrapper that a module's class is or derives from."""
+    bases = [base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] in ("torch", "deepspeed")]
+    return next((name for name in bases if name in WRAPPERS), None)
