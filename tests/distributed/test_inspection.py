@@ -26,6 +26,7 @@ STEPS = [
     "bucket-all-gathers",
     "insert-reduce-scatter",
     "bucket-reductions",
+    "use-point-to-point",
 ]
 F32 = 4
 WEIGHTS = 14 * 7 * F32, 7 * 14 * F32  # of a and b, with a row of padding: a is cut on its rows, b on its columns
@@ -75,9 +76,9 @@ def test_the_program_after_any_step_is_printed(seen: Seen) -> None:
     last, captured, merged, inference = seen.printed
     has(captured, ["mesh(dp=2)", "param('a.weight', f32[13, 7], dim=0)", "def joint(", "zerofx.unshard.default("])
     has(merged, ["def joint(", "@ reduce_grad('a.weight')"])
-    has(last, ["def forward(", "def backward(", "c10d.all_gather_into_tensor", "c10d.reduce_scatter_tensor"])
-    has(inference, ["def inference(", "c10d.all_gather_into_tensor"])
-    assert "c10d" not in captured + merged and "zerofx.unshard" not in last + inference
+    has(last, ["def forward(", "def backward(", "zerofx.all_gather_p2p", "zerofx.reduce_scatter_p2p"])
+    has(inference, ["def inference(", "zerofx.all_gather_p2p"])
+    assert "p2p" not in captured + merged and "zerofx.unshard" not in last + inference
     assert "reduce" not in inference
 
 
@@ -126,7 +127,7 @@ def test_drawing_writes_every_node(seen: Seen, tmp_path: Path) -> None:
     file = tmp_path / "program.svg"
     seen.inspection.draw(file)
     drawn = file.read_text()
-    has(drawn, ["<svg", "forward", "backward", "c10d.all_gather_into_tensor", "aten.gelu", "reduce_grad a.weight"])
+    has(drawn, ["<svg", "forward", "backward", "zerofx.all_gather_p2p", "aten.gelu", "reduce_grad a.weight"])
     seen.inspection.draw(str(file), step=0)
     has(file.read_text(), ["joint", "zerofx.unshard", "unshard b.bias"])
 
