@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 from tests.distributed.ranks import Net, has, on_ranks, sharded
 from tests.pool import Pool
+from zerofx.agree import RankMismatchError
+from zerofx.api import _versions
 
 Build = Callable[[], nn.Module]
 Arguments = Callable[[int], dict[str, Any]]
@@ -162,6 +165,16 @@ def test_every_rank_is_told_what_to_do(pool: Callable[[int], Pool], refusal: Ref
     has(first, refusal.words)
     has(last, refusal.rank1 or refusal.words)
     assert "\n" not in first + last
+
+
+@pytest.mark.parametrize("what", list(_versions()))
+@on_ranks(2)
+def test_every_rank_is_told_of_another_version(what: str) -> None:
+    own, model = _versions(), Net()
+    other = own | ({what: "0.1"} if dist.get_rank() == 1 else {})
+    with mock.patch("zerofx.api._versions", return_value=other), pytest.raises(RankMismatchError) as caught:
+        sharded(model, backend="eager")
+    has(str(caught.value), (f"ranks differ in {what}: rank 0 of the group has {own[what]!r}, rank 1 has '0.1'",))
 
 
 @on_ranks(2)
