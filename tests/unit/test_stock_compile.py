@@ -5,6 +5,7 @@ Stock torch.compile runs with the backend that only traces, so a difference is o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,17 @@ def test_double_backward_is_refused(via: Compile) -> None:
     (slope,) = torch.autograd.grad(out, x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         slope.norm().backward()
+
+
+@pytest.mark.parametrize("via", [stock, ours])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_graph_can_be_retained_in_all_backwards_or_in_none(via: Compile, always: bool) -> None:
+    model = via(TwoHeads())
+    model(torch.randn(3, 4))["main"].sum().backward(retain_graph=always)
+    out = model(torch.randn(3, 4))
+    with contextlib.nullcontext() if always else pytest.raises(RuntimeError, match="donated_buffer=False"):
+        out["main"].sum().backward(retain_graph=True)
+        out["aux"].sum().backward()
 
 
 class UnusedNumbers(nn.Module):
