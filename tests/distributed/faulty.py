@@ -58,6 +58,18 @@ def compile_slowly() -> None:
     Engine._compile = slow
 
 
+def tell_compilations() -> None:
+    """Prints the time at the end of each compilation: how long a rank takes for it depends on what else runs."""
+    own = Engine._compile
+
+    def told(*args: object) -> object:
+        compiled = own(*args)
+        print(f"fault {time.time()}", flush=True)
+        return compiled
+
+    Engine._compile = told
+
+
 def happen(fault: str, rank: int, model: Net) -> None:
     """What goes wrong on a rank before the step in which it shows."""
     match fault, rank:
@@ -98,6 +110,7 @@ def train_situation(name: str, stage: int, rank: int, world: int) -> None:
     """Fails where training ends with a result that is not that of one process."""
     kind = SITUATIONS[name]
     print(f"fault {time.time()}", flush=True)
+    tell_compilations()
     results = train_rank(kind, stage, {})
     worst = {make: differences(results[make.__name__], expected(kind, make, world)[rank]) for make in kind.optimizers}
     assert not any(worst.values()), worst

@@ -34,7 +34,7 @@ LIMIT = 60.0  # seconds in which every rank must have ended
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: exit code, output, and the seconds from the fault to its end."""
+    """How a rank ended: exit code, output, and the seconds from the fault, or the last compilation, to its end."""
 
     code: int
     text: str
@@ -69,7 +69,7 @@ def run_all(faults: tuple[str, ...], folder: Path) -> dict[str, list[Ended]]:
 def _ended(log: Path, code: int, when: float) -> Ended:
     text = log.read_text()
     faults = re.findall(r"^fault (\S+)", text, re.MULTILINE)
-    return Ended(code, text, when - float(faults[0]) if faults else 0.0)
+    return Ended(code, text, when - float(faults[-1]) if faults else 0.0)
 
 
 def one_message(ended: Ended) -> str:
