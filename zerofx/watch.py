@@ -92,7 +92,7 @@ class Watch:
         with self.exchanged:
             next_one = self.exchanges + 1
             self.wake.set()
-            self.exchanged.wait_for(lambda: self.cut or self.done >= next_one, ANNOUNCE_SECONDS)
+            self.exchanged.wait_for(lambda: self.cut or self.left.is_set() or self.done >= next_one, ANNOUNCE_SECONDS)
 
     def announce(self) -> None:
         """Raises where the collectives up to now contradict what others posted; the others are not waited for."""
