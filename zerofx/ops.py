@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerofx._torch import group_size
 from zerofx.layout import chunk_rows
-from zerofx.sequence import note_eager
+from zerofx.sequence import PARAM, note_eager, of_param
 
 c10d = cast("Any", torch.ops._c10d_functional)
 REPLICATED = -1
@@ -72,19 +72,22 @@ def _(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
 
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.dim, ctx.rows, ctx.group = inputs
+    ctx.param = PARAM.get()
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return reduce_grad(grad, ctx.dim, ctx.rows, ctx.group), None, None, None, None
+    with of_param(ctx.param):
+        return reduce_grad(grad, ctx.dim, ctx.rows, ctx.group), None, None, None, None
 
 
 def _save_reduce_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     grad, ctx.dim, ctx.rows, ctx.group = inputs
-    ctx.size = tuple(grad.shape)
+    ctx.size, ctx.param = tuple(grad.shape), PARAM.get()
 
 
 def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return unshard(grad, ctx.size, ctx.dim, ctx.rows, ctx.group), None, None, None
+    with of_param(ctx.param):
+        return unshard(grad, ctx.size, ctx.dim, ctx.rows, ctx.group), None, None, None
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_unshard)

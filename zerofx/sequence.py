@@ -6,7 +6,9 @@ import functools
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -20,46 +22,23 @@ MARK_EVERY, MARKS = 1000, 32  # collectives between the places that are kept lon
 
 
 class Entry(NamedTuple):
-    """One collective; `params` is empty where its names are not known, outside of a graph."""
+    """One collective, which ranks share when all fields are equal."""
 
     kind: str
     role: str
     numel: int
     dtype: str
-    params: tuple[str, ...] = ()
+    params: tuple[str, ...]
 
     def __str__(self) -> str:
         names = ", ".join(self.params[:4]) + (f" and {len(self.params) - 4} more" if len(self.params) > 4 else "")
-        return f"{self.kind} ({self.role}) of {names or 'a parameter'}, {self.numel} elements of {self.dtype}"
-
-    def same_bytes(self, other: Entry) -> bool:
-        """Whether the two can be sides of one collective."""
-        return (self.kind, self.numel, self.dtype) == (other.kind, other.numel, other.dtype)
-
-    def agrees(self, other: Entry) -> bool:
-        """Whether nothing known of the two says that they are not the same collective."""
-        named = self.params and other.params
-        return self.same_bytes(other) and self.role == other.role and (self.params == other.params or not named)
+        return f"{self.kind} ({self.role}) of {names}, {self.numel} elements of {self.dtype}"
 
 
-class Digest(NamedTuple):
-    """Rolling digests of a sequence: of all that is known, and of what both sides of a collective must share."""
-
-    exact: int = 0
-    wire: int = 0
-
-    def then(self, entry: Entry) -> Digest:
-        exact, wire = _codes(entry)
-        return Digest((self.exact * BASE + exact) % PRIME, (self.wire * BASE + wire) % PRIME)
-
-
-@functools.lru_cache(maxsize=65536)
-def _codes(entry: Entry) -> tuple[int, int]:
-    return _hash(repr(tuple(entry))), _hash(repr((entry.kind, entry.numel, entry.dtype)))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % PRIME
+def _then(digest: int, entry: Entry) -> int:
+    """The rolling digest of a sequence that goes on with this collective."""
+    code = hashlib.blake2b(repr(tuple(entry)).encode(), digest_size=8).digest()
+    return (digest * BASE + int.from_bytes(code, "big")) % PRIME
 
 
 class Block:
@@ -71,12 +50,11 @@ class Block:
         self.where, self.entries = where, tuple(entries)
         self.key = next(self._keys)
         self.factor = pow(BASE, len(self.entries), PRIME)
-        self.digest = functools.reduce(Digest.then, self.entries, Digest())
+        self.digest = functools.reduce(_then, self.entries, 0)
 
-    def after(self, digest: Digest) -> Digest:
+    def after(self, digest: int) -> int:
         """The digest of a sequence that goes on with this block."""
-        exact = (digest.exact * self.factor + self.digest.exact) % PRIME
-        return Digest(exact, (digest.wire * self.factor + self.digest.wire) % PRIME)
+        return (digest * self.factor + self.digest) % PRIME
 
 
 class Issued:
@@ -100,8 +78,7 @@ class Call(NamedTuple):
     """The place in the sequence where a block begins, the digest up to there, and the block's key."""
 
     n: int
-    exact: int
-    wire: int
+    digest: int
     key: int
 
 
@@ -109,14 +86,14 @@ class Folded:
     """The folded sequence: its length and digest, the last calls, and a few older places."""
 
     def __init__(self) -> None:
-        self.n, self.digest = 0, Digest()
+        self.n, self.digest = 0, 0
         self.calls: deque[Call] = deque(maxlen=WINDOW)
-        self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
+        self.marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
 
     def add(self, block: Block) -> None:
         if self.n // MARK_EVERY != (self.n + len(block.entries)) // MARK_EVERY:
-            self.marks.append((self.n, *self.digest))
-        self.calls.append(Call(self.n, *self.digest, block.key))
+            self.marks.append((self.n, self.digest))
+        self.calls.append(Call(self.n, self.digest, block.key))
         self.n, self.digest = self.n + len(block.entries), block.after(self.digest)
 
 
@@ -136,12 +113,26 @@ def blocks_of(text: str, graph: str) -> dict[str, Block]:
     }
 
 
-@functools.lru_cache(maxsize=4096)
-def _eager_block(kind: str, role: str, numel: int, dtype: torch.dtype) -> Block:
-    return Block("code outside of a graph", [Entry(kind, role, numel, DTYPE_NAMES[dtype])])
+PARAM: ContextVar[str] = ContextVar("PARAM", default="a parameter")
+"""The parameter that is read, or whose gradient is reduced, outside of a graph."""
+
+
+@contextmanager
+def of_param(name: str) -> Iterator[None]:
+    """Names the parameter of the collectives that are issued meanwhile."""
+    before = PARAM.set(name)
+    try:
+        yield
+    finally:
+        PARAM.reset(before)
+
+
+@functools.lru_cache(maxsize=65536)
+def _eager_block(kind: str, role: str, numel: int, dtype: torch.dtype, param: str) -> Block:
+    return Block("code outside of a graph", [Entry(kind, role, numel, DTYPE_NAMES[dtype], (param,))])
 
 
 def note_eager(group: str, kind: str, role: str, numel: int, dtype: torch.dtype) -> None:
     """Notes a collective that is issued outside of a graph; `numel` and `dtype` are those of its result."""
     if issued := ISSUED.get(group):
-        issued.note(_eager_block(kind, role, numel, dtype))
+        issued.note(_eager_block(kind, role, numel, dtype, PARAM.get()))

@@ -15,7 +15,7 @@ from zerofx.layout import ParamLayout, rows_at
 from zerofx.ops import REPLICATED
 from zerofx.stale import STALE
 from zerofx.stored import stored_part
-from zerofx.swap import READS, Read
+from zerofx.swap import NAMES, READS, Read
 
 
 @dataclass
@@ -39,6 +39,7 @@ def shard_parameter(owner: Owner, mesh: DeviceMesh) -> None:
         module._parameters[name] = part
         read = Read(owner.layout.size, dim, rows, mesh.get_group().group_name)
         module.__dict__.setdefault(READS, {})[name] = read
+        module.__dict__.setdefault(NAMES, {})[name] = owner.layout.name
 
 
 def sync_module(module: nn.Module, group: dist.ProcessGroup, done: set[int]) -> None:

@@ -14,9 +14,12 @@ from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
 from zerofx.ops import unshard
 from zerofx.running import RUNNING
+from zerofx.sequence import of_param
 from zerofx.stored import converted, stored_as
 
 READS = "_zerofx_reads"
+NAMES = "_zerofx_names"
+"""Where a module keeps its parameters' names in the model; compiled code is not guarded on them, modules share it."""
 
 
 class Read(NamedTuple):
@@ -32,7 +35,8 @@ class Read(NamedTuple):
 def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     """Reads a whole parameter outside of compiled code."""
     try:
-        whole: Tensor = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
+        with of_param(module.__dict__[NAMES][name]):
+            whole: Tensor = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
     except AttributeError as error:  # nn.Module would answer it with the shard itself
         raise RuntimeError(f"unsharding {name} failed: {error}") from error
     if not RUNNING.eager_reads:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from zerofx.sequence import Call, Digest, Entry
+from zerofx.sequence import Call, Entry
 
 GONE_SECONDS = 3.0  # after which a process that has ended is held to be lost
 STOPPED_SECONDS = 10.0  # the same for a process that is stopped
@@ -27,15 +27,14 @@ class State:
     epoch: int = 0
     beat: int = 0
     n: int = 0
-    exact: int = 0
-    wire: int = 0
+    digest: int = 0
     doing: str = ""
     last: str = ""
     raised: str = ""
     ended: bool = False
     heard: bool = False
     calls: tuple[Call, ...] = ()
-    marks: tuple[tuple[int, int, int], ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
 
     def written(self) -> str:
         return json.dumps(asdict(self))
@@ -44,7 +43,7 @@ class State:
     def read(cls, text: str | bytes) -> State:
         told = json.loads(text)
         calls = tuple(Call(*call) for call in told.pop("calls"))
-        marks = tuple((place, exact, wire) for place, exact, wire in told.pop("marks"))
+        marks = tuple((place, digest) for place, digest in told.pop("marks"))
         return cls(**told, calls=calls, marks=marks)
 
 
@@ -120,19 +119,15 @@ def differ(a: State, b: State, blocks: Blocks) -> str | None:
         return None
     mine, theirs = _places(a), _places(b)
     common = max((place for place in mine.keys() & theirs.keys() if place <= n), default=None)
-    if common is not None and mine[common] != theirs[common] and mine[common].wire != theirs[common].wire:
+    if common is not None and mine[common] != theirs[common]:
         return _first_difference(a, b, blocks) or (
             f"ranks {a.rank} and {b.rank} issued different collectives, somewhere up to number {common}"
         )
-    if common == n and mine[n] == theirs[n]:
-        return None
-    return _first_difference(a, b, blocks)
+    return None if common == n else _first_difference(a, b, blocks)
 
 
-def _places(state: State) -> dict[int, Digest]:
-    found = {place: Digest(exact, wire) for place, exact, wire in state.marks}
-    found |= {call.n: Digest(call.exact, call.wire) for call in state.calls}
-    return found | {state.n: Digest(state.exact, state.wire)}
+def _places(state: State) -> dict[int, int]:
+    return {**dict(state.marks), **{call.n: call.digest for call in state.calls}, state.n: state.digest}
 
 
 def _first_difference(a: State, b: State, blocks: Blocks) -> str | None:
@@ -140,7 +135,7 @@ def _first_difference(a: State, b: State, blocks: Blocks) -> str | None:
     mine, theirs = _entries(a, blocks), _entries(b, blocks)
     for place in sorted(mine.keys() & theirs.keys()):
         (where, entry), (there, other) = mine[place], theirs[place]
-        if not entry.agrees(other):
+        if entry != other:
             return (
                 f"ranks issue different collectives, and would hang or exchange wrong values: number {place + 1} "
                 f"is {entry} in {where} on rank {a.rank}, but {other} in {there} on rank {b.rank}"

@@ -48,9 +48,10 @@ class Watch:
         self.seen: dict[int, tuple[State, float, float]] = {}
         self.posted, self.theirs = set[int](), dict[tuple[int, int], tuple[str, list[Entry]]]()
         self.issued.announce = self.announce
-        self.exchanged = threading.Condition()
+        self.exchanged, self.exchanges, self.done = threading.Condition(), 0, 0
         self.lock, self.wake = threading.Lock(), threading.Event()
         self.leaving, self.left, self.cut, self.told = False, threading.Event(), False, ""
+        self.ending = False
         for run in (self._exchange_all, self._judge_all):
             threading.Thread(target=run, name="zerofx watch", daemon=True).start()
 
@@ -63,6 +64,7 @@ class Watch:
 
     def begin(self, offer: Offer) -> None:
         """A new model: all ranks begin a new sequence here, where `zerofx.compile` has brought them together."""
+        self.announce()
         self.offer = offer
         self.issued.note(None)
 
@@ -80,19 +82,21 @@ class Watch:
                 self.me = replace(self.me, last=place)
                 self.blocks[block.key] = block
             folded = self.folded
-            self.me = replace(self.me, n=folded.n, exact=folded.digest.exact, wire=folded.digest.wire)
+            self.me = replace(self.me, n=folded.n, digest=folded.digest)
             self.me = replace(self.me, calls=tuple(folded.calls), marks=tuple(folded.marks))
             self.me = replace(self.me, doing=self.issued.doing, raised=self.issued.raised, **changes)
             return self.me
 
-    def announce(self) -> None:
-        """Before a graph runs for the first time: raises where its collectives contradict what others posted.
-
-        Waits only for the store: what others have not posted yet is judged later.
-        """
+    def post(self) -> None:
+        """Posts what this rank has issued up to now, and reads what others have posted; waits only for the store."""
         with self.exchanged:
+            next_one = self.exchanges + 1
             self.wake.set()
-            self.exchanged.wait(ANNOUNCE_SECONDS)
+            self.exchanged.wait_for(lambda: self.cut or self.left.is_set() or self.done >= next_one, ANNOUNCE_SECONDS)
+
+    def announce(self) -> None:
+        """Raises where the collectives up to now contradict what others posted; the others are not waited for."""
+        self.post()
         if found := self._differ(self.state()):
             self.told = found
             if self.store is not None and not self.cut:
@@ -118,10 +122,15 @@ class Watch:
                 self._check_needed()
                 since = since or (time.monotonic() if self.leaving else None)
                 self.wake.clear()
+                with self.exchanged:
+                    self.exchanges += 1
                 self._exchange(final=self.leaving)
                 with self.exchanged:
+                    self.done = self.exchanges
                     self.exchanged.notify_all()
                 if since is not None and (self._heard() or time.monotonic() > since + LEAVE_SECONDS):
+                    if found := self.told or self._differ(self.state()):
+                        self._finish(found)
                     break
                 self.wake.wait(0.05 if self.leaving else TICK_SECONDS)
         except (RuntimeError, OSError, ValueError):  # the first rank's process has ended, which the other thread judges
@@ -169,8 +178,11 @@ class Watch:
             self.state(heard=True)
 
     def _heard(self) -> bool:
-        """Whether all others know that this rank has left."""
-        return self.rank != 0 or all(state.ended or state.heard for state, _, _ in self.seen.values())
+        """Whether this rank can leave: the first one when all others know, they when they were compared with it."""
+        states = [state for state, _, _ in self.seen.values()]
+        if self.rank == 0:
+            return all(state.ended or state.heard for state in states)
+        return any(state.ended or (state.epoch, state.n) >= (self.me.epoch, self.me.n) for state in states)
 
     def _end(self) -> None:
         self.left.set()
@@ -221,6 +233,10 @@ class Watch:
 
     def _finish(self, message: str) -> None:
         """Ends this process, whose main thread is as a rule in a collective that nothing can wake it from."""
+        with self.lock:
+            if self.ending:
+                return
+            self.ending = True
         if self.rank == 0 and self.store is not None:
             self.store.set(VERDICT, message)
             time.sleep(2 * TICK_SECONDS)  # the others read it before the store goes
@@ -239,6 +255,8 @@ class Watch:
             self.left.wait(BLAME_SECONDS)
         self.leave()
         self.left.wait(LEAVE_SECONDS + TICK_SECONDS)
+        if self.ending:
+            time.sleep(3 * TICK_SECONDS + GRACE_SECONDS)  # `_finish` ends the process meanwhile
 
 
 def _is_failed_collective(error: BaseException | None) -> bool:
@@ -257,9 +275,11 @@ def offer(group: dist.ProcessGroup | None, model: nn.Module) -> Offer | None:
     """What a rank tells the others at `zerofx.compile`; only what the group's first rank says counts."""
     if group is None or group.size() == 1:
         return None
+    known = WATCHES.get(group.group_name)
+    if known is not None and known.group is group:
+        known.post()
     if group.rank() != 0:
         return Offer("", "", 0, 0)
-    known = WATCHES.get(group.group_name)
     if known is not None and known.group is group and known.keep(model):
         return replace(known.offer, epoch=known.offer.epoch + 1)
     _SERVERS[group.group_name], made = host_store([VERDICT, *(f"state {rank}" for rank in range(group.size()))])

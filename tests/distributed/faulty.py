@@ -1,6 +1,7 @@
-"""Trains in several groups of two forked ranks at once, each with a fault of its own, and prints how each rank ended.
+"""Trains in several groups of forked ranks at once, each with a fault of its own, and prints how each rank ended.
 
-Usage: faulty.py FOLDER BACKEND FAULT...; the ranks write to files in FOLDER. Started as a process of its own, since the
+Usage: faulty.py FOLDER BACKEND FAULT...; the ranks write to files in FOLDER. A fault is that of two ranks, or
+"SITUATION STAGE WORLD" for a situation in which ranks run different code. Started as a process of its own, since the
 ranks die; forked from one that has loaded torch, since loading it takes longer than all that is tested.
 """
 
@@ -20,25 +21,29 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.distributed.situation_runs import differences, expected, train_rank
+from tests.situations.ranks import RANKS
 from zerofx.engine import Engine
 
-WORLD, STEPS, FAULT_STEP = 2, 12, 6
+STEPS, FAULT_STEP = 12, 6
 LIMIT_SECONDS = 150
+SITUATIONS = {kind.__name__: kind for kind in RANKS}
 
 
 class Net(nn.Module):
-    """Two layers, and a third that only some ranks may use."""
+    """Two layers, a third that only some ranks may use, and one of the same size as the last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
-        self.use_extra = False
+        self.spare = nn.Linear(24, 8)
+        self.use_extra = self.use_spare = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         if self.use_extra:
             x = self.extra(x)
-        return self.last(x)
+        return (self.spare if self.use_spare else self.last)(x)
 
 
 def compile_slowly() -> None:
@@ -51,6 +56,18 @@ def compile_slowly() -> None:
         return own(*args)
 
     Engine._compile = slow
+
+
+def tell_compilations() -> None:
+    """Prints the time at the end of each compilation: how long a rank takes for it depends on what else runs."""
+    own = Engine._compile
+
+    def told(*args: object) -> object:
+        compiled = own(*args)
+        print(f"fault {time.time()}", flush=True)
+        return compiled
+
+    Engine._compile = told
 
 
 def happen(fault: str, rank: int, model: Net) -> None:
@@ -72,13 +89,16 @@ def happen(fault: str, rank: int, model: Net) -> None:
             sys.exit(0)
         case "diverges", 1:
             model.use_extra = True
+        case (("swaps, then ends" | "swaps, then compiles"), 1):
+            model.use_spare = True
 
 
 def train(fault: str, backend: str, rank: int) -> None:
     torch.manual_seed(0)
-    model = zerofx.compile(Net(), persist_below=0, backend=backend)
+    swaps = fault.startswith("swaps")
+    model = zerofx.compile(Net(), persist_below=0, backend="eager" if swaps else backend)
     for step in range(STEPS):
-        if step == FAULT_STEP:
+        if step == (STEPS - 1 if swaps else FAULT_STEP):
             print(f"fault {time.time()}", flush=True)
             happen(fault, rank, model)
         rows = 4 + (step % 3) * (rank + 1) if fault == "shapes" else 4
@@ -86,11 +106,33 @@ def train(fault: str, backend: str, rank: int) -> None:
         time.sleep(0.1)
 
 
+def train_situation(name: str, stage: int, rank: int, world: int) -> None:
+    """Fails where training ends with a result that is not that of one process."""
+    kind = SITUATIONS[name]
+    print(f"fault {time.time()}", flush=True)
+    tell_compilations()
+    results = train_rank(kind, stage, {})
+    worst = {make: differences(results[make.__name__], expected(kind, make, world)[rank]) for make in kind.optimizers}
+    assert not any(worst.values()), worst
+
+
+def world_of(fault: str) -> int:
+    name, *rest = fault.split()
+    return int(rest[1]) if name in SITUATIONS else 2
+
+
 def run(fault: str, backend: str, rank: int, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = world_of(fault)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    train(fault, backend, rank)
+    name, *rest = fault.split()
+    if name in SITUATIONS:
+        train_situation(name, int(rest[0]), rank, world)
+    else:
+        train(fault, backend, rank)
+    if fault == "swaps, then compiles":
+        train(fault, backend, rank)
     if fault == "again":
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port + 1)
@@ -108,7 +150,7 @@ def free_port() -> int:
 def start(fault: str, backend: str, folder: Path) -> dict[int, int] | None:
     """Forks the ranks; returns their process ids, or None in a rank that has trained to the end."""
     port, pids = free_port(), dict[int, int]()
-    for rank in range(WORLD):
+    for rank in range(world_of(fault)):
         log = os.open(folder / f"{fault} {rank}", os.O_WRONLY | os.O_CREAT)
         if pid := os.fork():
             pids[rank] = pid
@@ -137,7 +179,7 @@ def main(folder: Path, backend: str, faults: list[str]) -> None:
                 if done:
                     del pids[rank]
                     ended[fault][rank] = [os.waitstatus_to_exitcode(status), time.time()]
-            if pids and ((len(pids) < WORLD and "stopped" in fault) or time.time() > begin + LIMIT_SECONDS):
+            if pids and ((len(pids) < world_of(fault) and "stopped" in fault) or time.time() > begin + LIMIT_SECONDS):
                 for pid in pids.values():
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -12,9 +12,10 @@ import torch.nn as nn
 
 import zerofx
 from tests.situations.situation import Situation
-from tests.training import MakeOptimizer, State, full
+from tests.training import MakeOptimizer, State, compare, difference, full
 
 STEPS = 3
+RTOL = 1e-5
 
 
 class Result(NamedTuple):
@@ -45,6 +46,16 @@ def expected(kind: type[Situation], make: MakeOptimizer, world: int) -> list[Res
     torch.manual_seed(0)
     situation = kind()
     return _train(situation, situation.model(), make, range(world))[0]
+
+
+def differences(ours: Result, theirs: Result) -> dict[str, float]:
+    """What differs by more than rounding."""
+    found = compare(ours.state, theirs.state, RTOL)
+    found |= {f"gradient of {name}": value for name, value in compare(ours.grads, theirs.grads, RTOL).items()}
+    for name in ("losses", "seen"):
+        values = difference(torch.tensor(getattr(ours, name)), torch.tensor(getattr(theirs, name)))
+        found |= {name: values} if values > RTOL else {}
+    return found
 
 
 def _train(

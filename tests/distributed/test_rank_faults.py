@@ -10,19 +10,31 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.distributed.faulty import world_of
 from tests.pool import ENVIRONMENT, ROOT
+from tests.situations.ranks import RANKS
 
-USUAL = ("killed", "stopped", "diverges", "raises", "recompiles", "shapes", "again")
+SWAPS = ("swaps, then ends", "swaps, then compiles")
+USUAL = ("killed", "stopped", "diverges", "raises", "recompiles", "shapes", "again", *SWAPS)
 RARE = ("host killed", "host stopped", "leaves", "interrupted", "sleeps")
+OWN_CODE = [(kind.__name__, stage, world) for kind in RANKS for world in kind.worlds for stage in (1, 2, 3)]
+GROUPS = (
+    (*USUAL, *(f"{name} 3 2" for name, stage, world in OWN_CODE if (stage, world) == (3, 2))),
+    RARE,
+    tuple(f"{name} {stage} 2" for name, stage, world in OWN_CODE if world == 2 and stage != 3),
+    tuple(f"{name} {stage} 4" for name, stage, world in OWN_CODE if world == 4),
+)
+"""Faults of which the runs go on at the same time."""
 LIMIT = 60.0  # seconds in which every rank must have ended
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: exit code, output, and the seconds from the fault to its end."""
+    """How a rank ended: exit code, output, and the seconds from the fault, or the last compilation, to its end."""
 
     code: int
     text: str
@@ -31,12 +43,12 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Ended]]:
-    """`runs(fault)`: both ranks of the run with that fault; the usual ones run together, and so do the rare ones."""
+    """`runs(fault)`: all ranks of the run with that fault."""
     done: dict[str, list[Ended]] = {}
 
     def get(fault: str) -> list[Ended]:
         if fault not in done:
-            faults = USUAL if fault in USUAL else RARE
+            faults = next(group for group in GROUPS if fault in group)
             done.update(run_all(faults, tmp_path_factory.mktemp("ranks")))
         return done[fault]
 
@@ -49,21 +61,22 @@ def run_all(faults: tuple[str, ...], folder: Path) -> dict[str, list[Ended]]:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
     ended = json.loads((folder / "ended").read_text())
     return {
-        fault: [_ended(folder / f"{fault} {rank}", *ended[fault][str(rank)]) for rank in (0, 1)] for fault in faults
+        fault: [_ended(folder / f"{fault} {rank}", *ended[fault][str(rank)]) for rank in range(world_of(fault))]
+        for fault in faults
     }
 
 
 def _ended(log: Path, code: int, when: float) -> Ended:
     text = log.read_text()
     faults = re.findall(r"^fault (\S+)", text, re.MULTILINE)
-    return Ended(code, text, when - float(faults[0]) if faults else 0.0)
+    return Ended(code, text, when - float(faults[-1]) if faults else 0.0)
 
 
 def one_message(ended: Ended) -> str:
     """The message of a rank that ended because of another one."""
     assert ended.code not in (0, -9), ended.text
     assert ended.seconds < LIMIT
-    (message,) = re.findall(r"^zerofx ends rank \d of 2: (.*)$", ended.text, re.MULTILINE)
+    (message,) = re.findall(r"zerofx ends rank \d of \d: (.*)$", ended.text, re.MULTILINE)
     print(f"ended after {ended.seconds:.1f} s: {message}")
     return message
 
@@ -93,6 +106,34 @@ def test_ranks_whose_graphs_differ_are_told_the_first_difference(runs: Callable[
     assert "ranks issue different collectives" in messages[0]
     sides = messages[0].split(" in the forward of graph ")
     assert [("extra.weight" in side) for side in sides] in ([False, True, False], [True, False, False])
+
+
+def settings() -> list[Any]:
+    return [
+        pytest.param(
+            f"{name} {stage} {world}",
+            id=f"{name}-stage{stage}-world{world}",
+            marks=() if (stage, world) == (3, 2) else pytest.mark.full,
+        )
+        for name, stage, world in OWN_CODE
+    ]
+
+
+@pytest.mark.parametrize("situation", settings())
+def test_ranks_that_run_code_of_their_own_are_told_the_first_difference(
+    runs: Callable[[str], list[Ended]], situation: str
+) -> None:
+    for ended in runs(situation):
+        assert re.search(r": number \d+ is .* on rank \d, but .* on rank \d$", one_message(ended))
+
+
+@pytest.mark.parametrize("fault", SWAPS)
+def test_a_difference_in_the_last_step_is_told_though_it_hangs_nobody(
+    runs: Callable[[str], list[Ended]], fault: str
+) -> None:
+    for ended in runs(fault):
+        message = one_message(ended)
+        assert "of last.weight, 192 elements" in message and "of spare.weight, 192 elements" in message
 
 
 def test_a_rank_that_raised_is_named_to_the_others(runs: Callable[[str], list[Ended]]) -> None:

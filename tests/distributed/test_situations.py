@@ -1,4 +1,7 @@
-"""Situations that sharding libraries have got wrong train here as in one process, or end in one clear error."""
+"""Situations that sharding libraries have got wrong train here as in one process, or end in one clear error.
+
+Those in which ranks run different code end their processes: `test_rank_faults` has them.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from tests.distributed.situation_runs import Result, expected, train_rank
+from tests.distributed.situation_runs import differences, expected, train_rank
 from tests.pool import Pool
 from tests.situations.calls import CALLS
 from tests.situations.forwards import FORWARDS
 from tests.situations.loops import LOOPS
 from tests.situations.parameters import PARAMETERS
-from tests.situations.ranks import RANKS
 from tests.situations.situation import Situation
-from tests.training import compare, difference
 
-RTOL = 1e-5
 ERROR_SECONDS = 60
-SITUATIONS = (*PARAMETERS, *FORWARDS, *CALLS, *LOOPS, *RANKS)
+SITUATIONS = (*PARAMETERS, *FORWARDS, *CALLS, *LOOPS)
 STAGES = (1, 2, 3)
 WAITING = {
     "a float input that bf16 cannot tell apart keeps its precision": "mixed precision",
@@ -38,24 +37,15 @@ WAITING = {
 
 def settings(kinds: tuple[type[Situation], ...]) -> list[Any]:
     """Stage 3 on two ranks; with --full every stage, and every number of ranks that the situation names."""
-    hangs = pytest.mark.skip(reason="ranks that run different code wait for each other: it needs a watch over ranks")
     chosen = [(kind, stage, world) for kind in kinds for world in kind.worlds for stage in STAGES]
-    marks = {each: [hangs] if each[0] in RANKS else [] for each in chosen}
-    marks = {each: marks[each] + ([] if each[1:] == (3, 2) else [pytest.mark.full]) for each in chosen}
     return [
-        pytest.param(*each, marks=marks[each], id=f"{each[0].__name__}-stage{each[1]}-world{each[2]}")
+        pytest.param(
+            *each,
+            marks=() if each[1:] == (3, 2) else pytest.mark.full,
+            id=f"{each[0].__name__}-stage{each[1]}-world{each[2]}",
+        )
         for each in chosen
     ]
-
-
-def differences(ours: Result, theirs: Result) -> dict[str, float]:
-    """What differs by more than rounding."""
-    found = compare(ours.state, theirs.state, RTOL)
-    found |= {f"gradient of {name}": value for name, value in compare(ours.grads, theirs.grads, RTOL).items()}
-    for name in ("losses", "seen"):
-        values = difference(torch.tensor(getattr(ours, name)), torch.tensor(getattr(theirs, name)))
-        found |= {name: values} if values > RTOL else {}
-    return found
 
 
 @pytest.mark.parametrize(("kind", "stage", "world"), settings(tuple(kind for kind in SITUATIONS if not kind.refused)))
