@@ -30,7 +30,7 @@ MAKERS = (sgd, adamw_default)
 Builder = Callable[[], Case]
 BUILDERS = (mlp_odd, gpt, gpt2, resnet, llama, t5)
 QUICK = {(gpt, 2), (gpt2, 1), (gpt2, 3), (resnet, 3)}
-QUICK_DEFAULT = {(llama, 3, DEFAULT), (t5, 3, DEFAULT)}
+QUICK_LARGE = {(llama, 3, LARGE), (t5, 3, LARGE)}
 
 
 class Run(NamedTuple):
@@ -98,7 +98,7 @@ def each(*sizes: float) -> pytest.MarkDecorator:
             pytest.param(
                 *case,
                 id="-".join([case[0].__name__, *map(str, case[1:])]),
-                marks=() if case[0] is mlp_odd or case[:2] in QUICK or case in QUICK_DEFAULT else pytest.mark.full,
+                marks=() if case[0] is mlp_odd or case[:2] in QUICK or case in QUICK_LARGE else pytest.mark.full,
             )
             for case in cases
         ],
