@@ -22,7 +22,7 @@ lint: .venv/installed
 	.venv/bin/mypy
 
 bench: .venv/installed-bench
-	.venv/bin/python -m tests.bench $(ARGS)
+	.venv/bin/python -m tests.bench --ranks $(RANKS) $(ARGS)
 
 clean:
 	rm -rf .venv .cache

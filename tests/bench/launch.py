@@ -90,9 +90,11 @@ def _processes(plan: Plan, contestant: str, processes: int, figures: Path, log: 
         finally:
             _end(started)
     text = log.read_text(errors="replace")
-    if code is None or "Timeout (" in text:
+    if code == 0:
+        return ""
+    if code is None or "Timeout (" in text:  # faulthandler's word
         return f"not done after {plan.timeout:.0f} s"
-    return cause(text) or f"exit code {code}" if code else ""
+    return cause(text) or f"exit code {code}"
 
 
 def _environment(plan: Plan, contestant: str) -> dict[str, str]:

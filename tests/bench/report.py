@@ -150,12 +150,14 @@ def median_step(runs: Sequence[Run], kind: str) -> float:
 
 
 def ratio(runs: Sequence[Run], floor: Sequence[Run], kind: str) -> Ratio | None:
-    if not floor:
+    """Over the floor in the rounds that both have; None where they have none."""
+    floors = {run.round: run for run in floor}
+    both = [(run, floors[run.round]) for run in runs if run.round in floors]
+    if not both:
         return None
-    floors = {run.round: median_step([run], kind) for run in floor}
-    per_round = [median_step([run], kind) / floors[run.round] for run in runs if run.round in floors]
-    value = median_step(runs, kind) / median_step(floor, kind)
-    return Ratio(value, min(per_round, default=value), max(per_round, default=value))
+    mine, theirs = zip(*both, strict=True)
+    per_round = [median_step([run], kind) / median_step([other], kind) for run, other in both]
+    return Ratio(median_step(mine, kind) / median_step(theirs, kind), min(per_round), max(per_round))
 
 
 def compile_seconds(run: Run) -> float:

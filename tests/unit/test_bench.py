@@ -93,6 +93,7 @@ def rows(runs: list[Run]) -> dict[str, Row]:
 def test_step_times_are_over_the_floors_of_the_same_rounds(runs: list[Run]) -> None:
     assert rows(runs)["zerofx-3"].wall == Ratio(5.5 / 3.0, 1.5, 2.0)
     assert rows(runs)[FLOOR].wall == Ratio(1.0, 1.0, 1.0)
+    assert rows(runs)[REFERENCE].wall == Ratio(4.0, 4.0, 4.0)
 
 
 def test_memory_is_that_of_the_larger_rank(runs: list[Run]) -> None:
