@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.bench.report import Report, mebibytes
 
+ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+
 
 def draw(settings: dict[str, Any], report: Report, path: Path) -> bool:
     """Draws the contestants that have figures; False where matplotlib is not installed or there is nothing to draw."""
@@ -31,12 +33,12 @@ def draw(settings: dict[str, Any], report: Report, path: Path) -> bool:
         times.plot(*zip(*bounds, strict=True), "k|", markersize=14, label="floor + wire")
     times.axvline(1, color="black", linewidth=0.5)
     times.set(xlabel="step time over the compute floor", yticks=places, yticklabels=[row.contestant for row in rows])
-    times.legend()
+    times.legend(**ABOVE, ncols=3)
 
     memory.barh(upper, [mebibytes(row.heap_peak) for row in rows], 0.4, label="peak")
     memory.barh(lower, [mebibytes(row.heap_steady) for row in rows], 0.4, label="steady")
     memory.set(xlabel="heap of the larger rank, MiB")
-    memory.legend()
+    memory.legend(**ABOVE, ncols=2)
 
     figure.suptitle(f"{settings['size']}, fp32, {settings['ranks']} ranks, {settings['rounds']} rounds")
     figure.savefig(path, dpi=120)
