@@ -25,7 +25,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """A contestant's median over the floor's; `least` and `most` are of single rounds."""
+    """A contestant's median step over the floor's of the same round: the median, least and most of all rounds."""
 
     value: float
     least: float
@@ -151,13 +151,9 @@ def median_step(runs: Sequence[Run], kind: str) -> float:
 
 def ratio(runs: Sequence[Run], floor: Sequence[Run], kind: str) -> Ratio | None:
     """Over the floor in the rounds that both have; None where they have none."""
-    floors = {run.round: run for run in floor}
-    both = [(run, floors[run.round]) for run in runs if run.round in floors]
-    if not both:
-        return None
-    mine, theirs = zip(*both, strict=True)
-    per_round = [median_step([run], kind) / median_step([other], kind) for run, other in both]
-    return Ratio(median_step(mine, kind) / median_step(theirs, kind), min(per_round), max(per_round))
+    floors = {run.round: median_step([run], kind) for run in floor}
+    per_round = [median_step([run], kind) / floors[run.round] for run in runs if run.round in floors]
+    return Ratio(statistics.median(per_round), min(per_round), max(per_round)) if per_round else None
 
 
 def compile_seconds(run: Run) -> float:
