@@ -1,11 +1,11 @@
-# The example, the tests and the checks, each in the environment .venv, which is made on first use.
+# The example, the tests, the checks and the benchmark, each in the environment .venv, which is made on first use.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RANKS ?= 2
 ARGS ?=
 PIP = .venv/bin/pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: train test test-full lint clean
+.PHONY: train test test-full lint bench clean
 
 train: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train.py $(ARGS)
@@ -21,6 +21,9 @@ lint: .venv/installed
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+bench: .venv/installed-bench
+	.venv/bin/python -m tests.bench --ranks $(RANKS) $(ARGS)
+
 clean:
 	rm -rf .venv .cache
 
@@ -33,4 +36,8 @@ clean:
 
 .venv/installed-hf: .venv/installed
 	$(PIP) -e '.[test,hf]'
+	touch $@
+
+.venv/installed-bench: .venv/installed
+	$(PIP) -e '.[test,bench]'
 	touch $@
