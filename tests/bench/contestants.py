@@ -14,7 +14,7 @@ from torch import nn
 import zerofx
 
 MIB = 2**20
-BUCKET_MB = 25  # MiB, DDP's and zerofx's default; DeepSpeed's own default would reserve 2 GB
+BUCKET_MB = 25  # MiB, DDP's default; DeepSpeed's own default would reserve 2 GB
 FLOAT = 4  # bytes
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
