@@ -38,23 +38,26 @@ def reduce_scatter_p2p(
 ) -> list[Tensor]:
     """For each contiguous tensor, this rank's chunk of its rows: the mean over ranks, summed in the order of the ranks.
 
-    What arrives is held in a buffer of at most `buffer_bytes` bytes, so larger tensors take several rounds.
+    What arrives from the first other rank lands in the result, and that of the others in a buffer of at most
+    `buffer_bytes` bytes: over more than two ranks, larger tensors take several rounds.
     """
     assert reduce_op == "avg"
     wire = Wire(group_name)
     means = [tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:])) for tensor in inputs]
     chunks = [_rows(tensor, group_size) for tensor in inputs]
-    limit = max(1, buffer_bytes // (group_size - 1) // inputs[0].itemsize)
+    buffered = sorted(wire.peers)[1:]
+    limit = max(1, buffer_bytes // len(buffered) // inputs[0].itemsize) if buffered else sum(t.numel() for t in means)
     for pieces in _rounds([mean.numel() for mean in means], limit):
-        buffer = inputs[0].new_empty((group_size - 1, sum(end - start for _, start, end in pieces)))
+        buffer = inputs[0].new_empty((len(buffered), sum(end - start for _, start, end in pieces)))
         messages, sums, used = list[Message](), list[tuple[Tensor, dict[int, Tensor]]](), 0
         for place, start, end in pieces:
             parts = {rank: rows.view(-1)[start:end] for rank, rows in chunks[place].items()}
-            mine, size = parts.pop(wire.rank), end - start
-            arriving = {rank: buffer[i, used : used + size] for i, rank in enumerate(parts)}
+            mean, mine, size = means[place].view(-1)[start:end], parts.pop(wire.rank), end - start
+            arriving = {rank: buffer[i, used : used + size] for i, rank in enumerate(buffered)}
+            arriving[min(wire.peers)] = mean
             used += size
             messages.append(Message(parts, arriving))
-            sums.append((means[place].view(-1)[start:end], arriving | {wire.rank: mine}))
+            sums.append((mean, arriving | {wire.rank: mine}))
         wire.exchange(messages)
         for mean, by_rank in sums:
             _mean([by_rank[rank] for rank in range(group_size)], mean)

@@ -116,7 +116,7 @@ def deepspeed(model: nn.Module, stage: int) -> Training:
 
 
 def zerofx_stage(model: nn.Module, stage: int) -> Training:
-    model = zerofx.compile(model, stage=stage, bucket_mb=BUCKET_MB)
+    model = zerofx.compile(model, stage=stage)
     return Training(loop(model, model), lambda: zerofx.inspect(model).collectives().bytes_sent)
 
 

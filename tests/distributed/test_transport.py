@@ -1,0 +1,58 @@
+"""Point-to-point messages bring every rank what the collectives bring, with sums in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from zerofx import transport
+from zerofx.transport import all_gather_p2p, reduce_scatter_p2p
+
+ROWS = ((1, 5), (3, 2, 4), (2,), (0, 3), (700, 60))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def tensors(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a rank brings: `world` chunks of rows of several shapes."""
+    numbers = torch.Generator().manual_seed(rank)
+    return [torch.randn(rows * world, *rest, generator=numbers).to(dtype) for rows, *rest in ROWS]
+
+
+def group_name() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+def mean_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / len(parts)
+
+
+def exchange(dtype: torch.dtype, buffer_bytes: int, packed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = tensors(rank, world, dtype)
+    with mock.patch.object(transport, "PACKED", packed):
+        means = reduce_scatter_p2p(own, buffer_bytes, "avg", world, group_name())
+        wholes = all_gather_p2p([tensor.chunk(world)[0].clone() for tensor in own], world, group_name())
+    return means, wholes
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("buffer_bytes", "packed"), [(1000, 2**16), (100_000, 0), (2**22, 2**16)])
+def test_means_and_wholes_have_the_bits_of_one_process(
+    pool: Callable[[int], Pool], world: int, dtype: torch.dtype, buffer_bytes: int, packed: int
+) -> None:
+    brought = [tensors(rank, world, dtype) for rank in range(world)]
+    for rank, (means, wholes) in enumerate(pool(world).run(exchange, dtype, buffer_bytes, packed)):
+        for i, (rows, *_) in enumerate(ROWS):
+            mine = slice(rank * rows, (rank + 1) * rows)
+            assert torch.equal(means[i], mean_in_order([theirs[i][mine] for theirs in brought]))
+            assert torch.equal(wholes[i], torch.cat([theirs[i][:rows] for theirs in brought]))
