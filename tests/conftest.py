@@ -9,7 +9,7 @@ import pytest
 
 from tests.pool import ENVIRONMENT, Pool
 
-MOST_WORKERS = 8
+MOST_WORKERS = 9
 
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
