@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from zerofx.program import Invariant, Level, Program, mark_recomputed, marked_param
+from zerofx.program import CASTS, Invariant, Level, Program, mark_recomputed, marked_param, source
 from zerofx.verify import SAME_DATA
 
 
@@ -28,6 +28,8 @@ class ReleaseAfterUse:
             for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
                 if program.layout[marked_param(node)].dim is not None:
                     _release(node)
+                    if source(node).target in CASTS:
+                        mark_recomputed(source(node))
 
 
 def _release(gathered: Node) -> None:

@@ -154,8 +154,9 @@ def _bound(graph: Graph) -> int:
     total = 0
     for part in marked.graphs:
         for role, replicated in (("unshard", 0), ("reduce_grad", 2)):
-            for name in {line.params[0] for line in part.lines if line.role == role and line.params}:
+            markers = {line.params[0]: line for line in part.lines if line.target == f"zerofx.{role}.default"}
+            for name, line in markers.items():
                 param = marked.params[name]
-                size = prod(param.size) * BYTES[param.dtype]
+                size = prod(param.size) * BYTES[line.dtype]
                 total += size * (replicated if param.dim is None else 1) * (world - 1) // world
     return total

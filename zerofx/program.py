@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
+import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -74,6 +75,22 @@ def output_tags(graph: Graph) -> tuple[Tag | None, ...]:
 def source(node: Node) -> Node:
     """The node that a marker or collective reads: its first argument."""
     return cast(Node, node.args[0])
+
+
+CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+
+
+def cast_to(node: Node) -> torch.dtype | None:
+    """The dtype to which a node casts a tensor, if it does nothing else."""
+    if node.target is torch.ops.aten._to_copy.default and node.kwargs.keys() == {"dtype"}:
+        return cast("torch.dtype", node.kwargs["dtype"])
+    return cast("torch.dtype", node.args[1]) if node.target is torch.ops.prims.convert_element_type.default else None
+
+
+def stored_part(marker: Node) -> Node:
+    """The stored part that an unshard reads, cast or not."""
+    node = source(marker)
+    return source(node) if node.target in CASTS else node
 
 
 def marked_param(node: Node) -> str:

@@ -14,6 +14,7 @@ from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.prefetch_all_gathers import PrefetchAllGathers
 from zerofx.passes.release_after_use import ReleaseAfterUse
+from zerofx.passes.sink_casts import SinkCasts
 from zerofx.passes.use_point_to_point import UsePointToPoint
 
 
@@ -26,6 +27,7 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
     return (
         ChooseLayout(config.stage, config.persist_below),
         MergeReads(),
+        SinkCasts(),
         *([ReleaseAfterUse()] if config.stage == 3 else []),
         *([KeepGathered()] if config.stage in (1, 2) else []),
         InsertAllGather(),

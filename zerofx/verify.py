@@ -15,6 +15,7 @@ from zerofx.fault import InvariantError, fail
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.ops import REPLICATED
 from zerofx.program import (
+    CASTS,
     Invariant,
     Program,
     Tag,
@@ -27,6 +28,7 @@ from zerofx.program import (
     outputs,
     source,
     stored_parameters,
+    stored_part,
     tag,
 )
 from zerofx.verify_physical import check_bounded, check_gathered, check_reduced, check_waited
@@ -70,7 +72,7 @@ def _marked(program: Program) -> None:
         for user in node.users:
             if user is output_node(graph) and is_saved_only(graph, node):
                 continue
-            if user.target is not UNSHARD:
+            if not all(reader.target is UNSHARD for reader in _readers(user)):
                 found = f"the stored part is read by {user.name}"
                 fail(program, Invariant.MARKED, node, found, "read it through zerofx::unshard")
     for graph in program.graphs.values():
@@ -84,8 +86,13 @@ def _marked(program: Program) -> None:
             fail(program, Invariant.MARKED, value, found, "pass it through zerofx::reduce_grad")
 
 
+def _readers(user: Node) -> list[Node]:
+    """What reads a stored part: the node itself, or what reads it where it casts the part for a marker."""
+    return list(user.users) if user.target in CASTS and (tag(user) or Tag("")).role == "unshard" else [user]
+
+
 def _check_unshard(program: Program, node: Node, param: ParamLayout) -> None:
-    stored, known = source(node), tag(source(node))
+    stored, known = stored_part(node), tag(stored_part(node))
     if known is None or known.role not in ("shard", "replica") or known.params != (param.name,):
         found = f"it unshards {stored.name}"
         fail(program, Invariant.MARKED, node, found, f"unshard the stored part of {param.name}")

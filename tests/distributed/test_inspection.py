@@ -20,6 +20,7 @@ STEPS = [
     "capture",
     "choose-layout",
     "merge-reads",
+    "sink-casts",
     "release-after-use",
     "partition",
     "insert-all-gather",

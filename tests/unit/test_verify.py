@@ -166,3 +166,21 @@ def test_point_to_point_messages_are_checked_as_the_collectives_they_replace(
 ) -> None:
     check(edited(exchanged(), [], {invariant, Invariant.WAITED}))
     assert said in refused(invariant, exchanged(), edit)
+
+
+CAST = Golden.read(GOLDEN / "sink_casts" / "matmul_under_autocast.txt").after
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            ("_to_copy_default: bf16[3, 4] @ unshard('w')", "_to_copy_default: bf16[3, 4]"),
+            "is read by _to_copy_default",
+        ),
+        (("[y @ out,", "[_to_copy_default @ out,"), "the stored part is read by _to_copy_default"),
+    ],
+)
+def test_a_cast_stored_part_is_only_for_its_marker(edit: Edit, said: str) -> None:
+    check(edited(CAST, [], {Invariant.MARKED, Invariant.MERGED}))
+    assert said in refused(Invariant.MARKED, CAST, edit)
