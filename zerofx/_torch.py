@@ -32,6 +32,10 @@ OpOverload = torch._ops.OpOverload
 TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
 
 
+CONTIGUOUS = (torch.Tag.needs_contiguous_strides,) if hasattr(torch.Tag, "needs_contiguous_strides") else ()
+"""Tags of an op whose tensors Inductor must lay out contiguously, where it has one."""
+
+
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group of that name."""
     return cast("torch.distributed.ProcessGroup", cast(Any, _c10d)._resolve_process_group(name))

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx._torch import process_group
+from zerofx._torch import CONTIGUOUS, process_group
 
 PACKED = 2**16  # bytes; smaller messages to one rank travel as one, with a copy on either side
 
 
-@torch.library.custom_op("zerofx::all_gather_p2p", mutates_args=())
+@torch.library.custom_op("zerofx::all_gather_p2p", mutates_args=(), tags=CONTIGUOUS)
 def all_gather_p2p(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """For each contiguous chunk of rows, the rows of all ranks in the order of the ranks."""
+    """For each chunk of rows, the rows of all ranks in the order of the ranks."""
     wire = Wire(group_name)
+    inputs = [chunk.contiguous() for chunk in inputs]
     wholes = [chunk.new_empty((chunk.shape[0] * group_size, *chunk.shape[1:])) for chunk in inputs]
     messages = list[Message]()
     for chunk, whole in zip(inputs, wholes, strict=True):
@@ -32,17 +33,18 @@ def all_gather_p2p(inputs: Sequence[Tensor], group_size: int, group_name: str) -
     return wholes
 
 
-@torch.library.custom_op("zerofx::reduce_scatter_p2p", mutates_args=())
+@torch.library.custom_op("zerofx::reduce_scatter_p2p", mutates_args=(), tags=CONTIGUOUS)
 def reduce_scatter_p2p(
     inputs: Sequence[Tensor], buffer_bytes: int, reduce_op: str, group_size: int, group_name: str
 ) -> list[Tensor]:
-    """For each contiguous tensor, this rank's chunk of its rows: the mean over ranks, summed in the order of the ranks.
+    """For each tensor, this rank's chunk of its rows: the mean over ranks, summed in the order of the ranks.
 
     What arrives from the first other rank lands in the result, and that of the others in a buffer of at most
     `buffer_bytes` bytes: over more than two ranks, larger tensors take several rounds.
     """
     assert reduce_op == "avg"
     wire = Wire(group_name)
+    inputs = [tensor.contiguous() for tensor in inputs]
     means = [tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:])) for tensor in inputs]
     chunks = [_rows(tensor, group_size) for tensor in inputs]
     buffered = sorted(wire.peers)[1:]

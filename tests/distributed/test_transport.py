@@ -22,9 +22,10 @@ SETTINGS: list[Setting] = list(product(DTYPES, (1000, 2**22), (0, 2**16)))
 
 
 def tensors(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What a rank brings: `world` chunks of rows of several shapes."""
+    """What a rank brings: `world` chunks of rows of several shapes, the last in other strides."""
     numbers = torch.Generator().manual_seed(rank)
-    return [torch.randn(rows * world, *rest, generator=numbers).to(dtype) for rows, *rest in ROWS]
+    brought = [torch.randn(rows * world, *rest, generator=numbers).to(dtype) for rows, *rest in ROWS]
+    return [*brought[:-1], brought[-1].t().contiguous().t()]
 
 
 def group_name() -> str:
