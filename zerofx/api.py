@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, Never, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +16,7 @@ from zerofx.agree import agree, refuse_without_mesh
 from zerofx.check_model import find_owners, parameters_of, refuse_model
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
-from zerofx.groups import NotInMeshError, data_parallel_mesh, program_mesh
+from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
 from zerofx.manager import Pass, validate
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
@@ -103,7 +102,7 @@ def compile(  # noqa: A001
         refuse_stages(stage)
         ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph)
-        order = _passes(config, "" if group is None else dist.get_backend(group))
+        order = _passes(config, backend_of(group, device))
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
         facts = config.facts() | _versions() | {"the passes": repr(order)}

@@ -51,6 +51,13 @@ def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceM
     return mesh
 
 
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that carries a group's collectives of tensors on that device; empty without a group."""
+    name = "" if group is None else str(dist.get_backend(group))
+    by_device = dict(part.split(":") for part in name.split(",") if ":" in part)
+    return by_device.get(device.type, name)
+
+
 def program_mesh(mesh: DeviceMesh | None) -> Mesh:
     """The mesh as passes see it."""
     if mesh is None:

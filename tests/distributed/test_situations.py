@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.situation_runs import differences, expected, train_rank
 from tests.pool import Pool
 from tests.situations.calls import CALLS
-from tests.situations.forwards import FORWARDS
+from tests.situations.forwards import FORWARDS, FrozenNormUnderCheckpoint
 from tests.situations.loops import LOOPS
 from tests.situations.parameters import PARAMETERS
 from tests.situations.situation import Situation
@@ -58,6 +58,23 @@ def test_every_rank_trains_as_one_process(
             for rank, theirs in enumerate(expected(kind, make, world)):
                 worst = differences(results[rank][make.__name__], theirs)
                 assert not worst, (options, make.__name__, rank, worst)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind is FrozenNormUnderCheckpoint else [pytest.mark.full])
+        for kind in SITUATIONS
+        if kind.on_inductor and not kind.refused
+    ],
+)
+def test_inductor_trains_every_rank_as_one_process(pool: Callable[[int], Pool], kind: type[Situation]) -> None:
+    results = pool(2).run(train_rank, kind, 3, {"backend": "inductor"}, timeout=500)
+    for make in kind.optimizers:
+        for rank, theirs in enumerate(expected(kind, make, 2)):
+            worst = differences(results[rank][make.__name__], theirs)
+            assert not worst, (make.__name__, rank, worst)
 
 
 @pytest.mark.parametrize(("kind", "stage", "world"), settings(tuple(kind for kind in SITUATIONS if kind.refused)))

@@ -182,6 +182,7 @@ class Dropped(nn.Module):
 class Dropout(Situation):
     """Passes that move or repeat random ops change the masks, or give the backward another one than the forward."""
 
+    on_inductor = False
     batch = rows(4, 16)
 
     def model(self) -> nn.Module:

@@ -19,7 +19,9 @@ class Situation:
     """
 
     optimizers = (sgd, adamw)
-    worlds: tuple[int, ...] = (2,)
+    worlds: tuple[int, ...] = (2, 3)
+    on_inductor = True
+    """False where Inductor is known to differ from eager code by itself."""
     options: tuple[dict[str, Any], ...] = ({},)
     """Arguments of zerofx.compile to try beside the stage."""
     micro_batches = 1

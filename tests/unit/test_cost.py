@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 
 from zerofx.config import Config
 from zerofx.cost import LINKS, Link, link
+from zerofx.groups import backend_of
 from zerofx.recipe import recipe
 from zerofx.tune import SIZES, fit
 
@@ -23,7 +27,21 @@ def test_a_bucket_is_the_smallest_power_of_two_with_that_share_of_latency() -> N
     assert known.latency / known.seconds(size) <= 0.1 < known.latency / known.seconds(size // 2)
 
 
-@pytest.mark.parametrize(("backend", "name"), [("gloo", "gloo"), ("cpu:gloo,cuda:nccl", "nccl"), ("mpi", "gloo")])
+@pytest.mark.parametrize(
+    ("name", "device", "backend"),
+    [
+        ("gloo", "cpu", "gloo"),
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+    ],
+)
+def test_a_group_of_two_backends_has_one_for_each_device(name: str, device: str, backend: str) -> None:
+    with mock.patch("zerofx.groups.dist.get_backend", return_value=name):
+        assert backend_of(mock.Mock(), torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(("backend", "name"), [("gloo", "gloo"), ("nccl", "nccl"), ("mpi", "gloo")])
 def test_buckets_are_sized_for_the_backend(backend: str, name: str) -> None:
     assert link(backend) == LINKS[name]
     size = LINKS[name].bucket_bytes()
