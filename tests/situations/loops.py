@@ -29,7 +29,6 @@ class ClippedGlobalNorm(Situation):
     """Each rank clips by the norm of its own part, or counts tied and replicated parameters more than once."""
 
     optimizers = (sgd,)
-    worlds = (2, 3)
     options = ({}, {"persist_below": 20})
     clip = 0.5
 
@@ -43,7 +42,6 @@ class ClippedGlobalNorm(Situation):
 class ParameterGroups(Situation):
     """Once matrices and biases are flattened together, one learning rate and one weight decay serve both."""
 
-    worlds = (2, 3)
     options = buckets(10, 10**6)
     batch = rows(4, 5)
     loss = to_one

@@ -86,7 +86,6 @@ class Adapted(nn.Module):
 class FrozenBaseWithAdapters(Situation):
     """Frozen and trainable weights in one flat buffer are refused, or cost gradients and states for the frozen ones."""
 
-    worlds = (2, 3)
     batch = rows(5, 6)
 
     def model(self) -> nn.Module:
@@ -117,7 +116,6 @@ class EmptyModel(nn.Module):
 class ParameterWithoutElements(Situation):
     """A weight of no rows is not found when it is gathered, or loses its shape in flat storage."""
 
-    worlds = (2, 3)
     batch = rows(4, 8)
 
     def model(self) -> nn.Module:
@@ -176,7 +174,6 @@ class FewerRowsThanRanks(Situation):
 class ParameterLargerThanABucket(Situation):
     """A gradient larger than the constant buffer that it is copied into for its reduction overruns it."""
 
-    worlds = (2, 3)
     options = buckets(1, 7, 16, 64, 10**6)
     batch = rows(4, 4)
 
