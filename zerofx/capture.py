@@ -89,6 +89,11 @@ def has_markers(graph: Graph) -> bool:
     return any(node.target in MARKERS for node in graph.nodes)
 
 
+def reads_parameters(gm: GraphModule) -> bool:
+    """Whether a graph of Dynamo, or one inside it, reads a sharded parameter."""
+    return any(has_markers(module.graph) for module in gm.modules() if isinstance(module, GraphModule))
+
+
 def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh) -> None:
     """Tags inputs, markers and outputs, and makes the graph that of rank 0."""
     for node in placeholders(graph):

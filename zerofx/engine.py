@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from zerofx import _torch, records
 from zerofx.backends import inductor, interpret
-from zerofx.capture import Capture
+from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
 from zerofx.config import Config
 from zerofx.gathered import LostWriteError
@@ -68,7 +68,8 @@ class Engine:
             capture, compiled = self._compile(gm, inputs)
         if self.mesh.world > 1:
             where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
-            compiled = noted(compiled, blocks_of(capture.steps[-1].text, where), self.group)
+            text = capture.steps[-1].text if capture.steps else ""  # no pass runs on a graph without parameters
+            compiled = noted(compiled, blocks_of(text, where), self.group)
         lent = lent_outputs(gm, capture.params)
         return RUNNING.lending(compiled, lent) if lent else compiled
 
@@ -82,7 +83,7 @@ class Engine:
             return capture, interpret(capture, gm, inputs)
         key = records.key(gm, inputs, params, self.digest())
         compiled = inductor(capture, key, gm, inputs)
-        if not capture.steps and not records.load(key, capture):
+        if not capture.steps and not records.load(key, capture) and reads_parameters(gm):
             # Compiled by another process whose record is gone: without it there would be nothing to inspect.
             compiled = inductor(capture, key, gm, inputs, use_caches=False)
         records.save(key, capture)

@@ -14,13 +14,14 @@ from tests.distributed.situation_runs import differences, expected, train_rank
 from tests.pool import Pool
 from tests.situations.calls import CALLS
 from tests.situations.forwards import FORWARDS, FrozenNormUnderCheckpoint
-from tests.situations.loops import LOOPS
+from tests.situations.loops import LOOPS, UserHooks
 from tests.situations.parameters import PARAMETERS
 from tests.situations.situation import Situation
 
 ERROR_SECONDS = 60
 SITUATIONS = (*PARAMETERS, *FORWARDS, *CALLS, *LOOPS)
 STAGES = (1, 2, 3)
+QUICK_ON_INDUCTOR = (FrozenNormUnderCheckpoint, UserHooks)
 WAITING = {
     "a float input that bf16 cannot tell apart keeps its precision": "mixed precision",
     "a buffer of frequencies stays in fp32 while weights become bf16 or fp16": "mixed precision",
@@ -64,7 +65,7 @@ def test_every_rank_trains_as_one_process(
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[] if kind is FrozenNormUnderCheckpoint else [pytest.mark.full])
+        pytest.param(kind, marks=[] if kind in QUICK_ON_INDUCTOR else [pytest.mark.full])
         for kind in SITUATIONS
         if kind.on_inductor and not kind.refused
     ],
