@@ -51,6 +51,12 @@ def expected_of(name: str, make: MakeOptimizer, world: int) -> Trained:
     return reference(ARCHITECTURES[name], make, STEPS, world)
 
 
+def without_gradient(expected: Trained) -> set[str]:
+    """Parameters whose gradients are zero in theory, such as a key's bias: Inductor rounds them in its own way."""
+    sizes = {name: grad.abs().max().item() for name, grad in expected.grads.items()}
+    return {name for name, size in sizes.items() if size < 1e-6 * max(sizes.values())}
+
+
 def check(pool: Pool, name: str, stage: int, backend: str) -> None:
     """Compares every rank's parameters, buffers of the first rank, and the losses with those of one process."""
     ranks = pool.run(train_rank, name, stage, backend, timeout=500)
@@ -58,6 +64,8 @@ def check(pool: Pool, name: str, stage: int, backend: str) -> None:
         expected = expected_of(name, make, pool.world)
         results = [rank[make.__name__] for rank in ranks]
         worst = compare(results[0].state, expected.state, RTOL)
+        if backend == "inductor":
+            worst = {name: value for name, value in worst.items() if name not in without_gradient(expected)}
         assert not worst, (make.__name__, worst)
         parameters = expected.grads.keys()
         assert results[0].grads.keys() == parameters
