@@ -11,7 +11,7 @@ from zerofx.program import Invariant, Level, Program, output_node
 
 @dataclass(frozen=True)
 class DelayWaits:
-    """A reduction is waited for when `under_way` others would be under way beside it; a bucket counts as one."""
+    """A reduction is waited for before one more than `under_way` would be under way; a bucket counts as one."""
 
     name: ClassVar[str] = "delay-waits"
     level: ClassVar[Level] = Level.PHYSICAL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,14 @@ def has_markers(graph: Graph) -> bool:
 
 def reads_parameters(gm: GraphModule) -> bool:
     """Whether a graph of Dynamo, or one inside it, reads a sharded parameter."""
-    return any(has_markers(module.graph) for module in gm.modules() if isinstance(module, GraphModule))
+    return any(node.target in MARKERS for node in nodes_of(gm))
+
+
+def nodes_of(gm: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph of Dynamo and of those inside it, such as regions of activation checkpointing."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
 
 
 def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh) -> None:

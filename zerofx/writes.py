@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx import _torch
+from zerofx.capture import nodes_of
 from zerofx.gathered import IN_PLACE_OPERATORS, LostWriteError, lost
 
 UNSHARD = torch.ops.zerofx.unshard.default
@@ -24,7 +25,7 @@ def refuse_writes(gm: GraphModule, params: Mapping[int, str]) -> None:
     `params` names the parameters by their places among the graph's inputs. A node that may write, and is given a
     gathered parameter or a view of one, is run again on the fake tensors with which Dynamo traced it.
     """
-    suspects = [node for node in _nodes(gm) if may_write(node)]
+    suspects = [node for node in nodes_of(gm) if may_write(node)]
     if not suspects:
         return
     gathered = _gathered(gm, params)
@@ -59,20 +60,13 @@ def may_write(node: Node) -> bool:
 WRITERS = {"setitem", "__setitem__", *IN_PLACE_OPERATORS, *(name.strip("_") for name in IN_PLACE_OPERATORS)}
 
 
-def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """The nodes of the graph and of those inside it, such as regions of activation checkpointing."""
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
 def _gathered(gm: GraphModule, params: Mapping[int, str]) -> dict[int, str]:
     """What is gathered in the graph, in words, by its storage."""
     inputs = gm.graph.find_nodes(op="placeholder")
     names = {id(_value(node)): repr(params[place]) for place, node in enumerate(inputs) if place in params}
     return {
         _torch.storage_id(_value(node)): f"parameter {names.get(id(_value(_stored(node))), '')}".strip()
-        for node in _nodes(gm)
+        for node in nodes_of(gm)
         if node.target is UNSHARD
     }
 
