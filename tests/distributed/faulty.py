@@ -23,6 +23,7 @@ from torch import nn
 import zerofx
 from tests.distributed.situation_runs import differences, expected, train_rank
 from tests.situations.ranks import RANKS
+from zerofx._torch import TCPStore
 from zerofx.engine import Engine
 
 STEPS, FAULT_STEP = 12, 6
@@ -121,11 +122,23 @@ def world_of(fault: str) -> int:
     return int(rest[1]) if name in SITUATIONS else 2
 
 
-def run(fault: str, backend: str, rank: int, port: int) -> None:
+def make_group(listening: socket.socket, rank: int, world: int) -> None:
+    """Makes the default group over a store of rank 0, whose socket has listened since before the ranks were forked: no
+    other process can take its port.
+    """
+    port, descriptor = listening.getsockname()[1], listening.fileno()
+    if rank:
+        listening.close()  # else it would answer for rank 0 when that one is gone
+        store = TCPStore("127.0.0.1", port, world)
+    else:
+        store = TCPStore("127.0.0.1", port, world, is_master=True, master_listen_fd=descriptor)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def run(fault: str, backend: str, rank: int, listening: list[socket.socket]) -> None:
     world = world_of(fault)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    make_group(listening[0], rank, world)
     name, *rest = fault.split()
     if name in SITUATIONS:
         train_situation(name, int(rest[0]), rank, world)
@@ -135,21 +148,15 @@ def run(fault: str, backend: str, rank: int, port: int) -> None:
         train(fault, backend, rank)
     if fault == "again":
         dist.destroy_process_group()
-        os.environ["MASTER_PORT"] = str(port + 1)
-        dist.init_process_group("gloo")
+        make_group(listening[1], rank, world)
         train(fault, backend, rank)
     print(f"trained {time.time()}", flush=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start(fault: str, backend: str, folder: Path) -> dict[int, int] | None:
     """Forks the ranks; returns their process ids, or None in a rank that has trained to the end."""
-    port, pids = free_port(), dict[int, int]()
+    pids = dict[int, int]()
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     for rank in range(world_of(fault)):
         log = os.open(folder / f"{fault} {rank}", os.O_WRONLY | os.O_CREAT)
         if pid := os.fork():
@@ -158,8 +165,10 @@ def start(fault: str, backend: str, folder: Path) -> dict[int, int] | None:
             continue
         os.dup2(log, 1)
         os.dup2(log, 2)
-        run(fault, backend, rank, port)
+        run(fault, backend, rank, listening)
         return None
+    for sockets in listening:
+        sockets.close()
     return pids
 
 
