@@ -58,13 +58,21 @@ def micro_loss(case: Case, model: nn.Module, rank: int, step: int) -> torch.Tens
     return case.loss(model, case.batch(rank, step))
 
 
-def reference(builder: Callable[[], Case], make_optimizer: MakeOptimizer, steps: int, world: int) -> Trained:
-    """Eager training in one process on all ranks' micro-batches, gradients averaged, buffers kept per rank.
+def reference(
+    builder: Callable[[], Case],
+    make_optimizer: MakeOptimizer,
+    steps: int,
+    world: int,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Trained:
+    """Training of the model that `wrap` returns (unless given, eager) in one process on all ranks' micro-batches,
+    gradients averaged, buffers kept per rank.
 
     The buffers reported are rank 0's, as under DDP with `broadcast_buffers=False`.
     """
     case = builder()
     model = case.model
+    called = wrap(model)
     optimizer = make_optimizer(model.parameters())
     buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in range(world)]
     losses = []
@@ -73,7 +81,7 @@ def reference(builder: Callable[[], Case], make_optimizer: MakeOptimizer, steps:
         losses.append(0.0)
         for rank in range(world):
             _copy_buffers(model, buffers[rank])
-            loss = micro_loss(case, model, rank, step)
+            loss = micro_loss(case, called, rank, step)
             loss.backward()
             losses[-1] += loss.item() / world
             buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}

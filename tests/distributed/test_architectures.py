@@ -47,7 +47,10 @@ def train_rank(name: str, stage: int, backend: str) -> dict[str, Trained]:
 
 
 @functools.cache
-def expected_of(name: str, make: MakeOptimizer, world: int) -> Trained:
+def expected_of(name: str, make: MakeOptimizer, world: int, backend: str) -> Trained:
+    """In eager, or as torch.compile alone has it: on Inductor a rounding opens or shuts a ReLU at another element."""
+    if backend == "inductor":
+        return reference(ARCHITECTURES[name], make, STEPS, world, wrap=torch.compile)
     return reference(ARCHITECTURES[name], make, STEPS, world)
 
 
@@ -61,7 +64,7 @@ def check(pool: Pool, name: str, stage: int, backend: str) -> None:
     """Compares every rank's parameters, buffers of the first rank, and the losses with those of one process."""
     ranks = pool.run(train_rank, name, stage, backend, timeout=500)
     for make in OPTIMIZERS:
-        expected = expected_of(name, make, pool.world)
+        expected = expected_of(name, make, pool.world, backend)
         results = [rank[make.__name__] for rank in ranks]
         worst = compare(results[0].state, expected.state, RTOL)
         if backend == "inductor":
@@ -94,9 +97,6 @@ def test_interpreted_architectures_train_as_in_one_process(
 
 @pytest.mark.full
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("llama", "resnet") else [pytest.mark.full]) for name in ARCHITECTURES],
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_inductor_compiled_architectures_train_as_in_one_process(pool: Callable[[int], Pool], name: str) -> None:
     check(pool(2), name, 3, "inductor")
