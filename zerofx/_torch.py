@@ -120,6 +120,11 @@ def compiled_backward(results: Sequence[Any]) -> torch.autograd.graph.Node | Non
     return None
 
 
+def fake_tensors() -> AbstractContextManager[Any]:
+    """While it is entered, tensors that are made have no data; they say that they are on the CPU."""
+    return cast("AbstractContextManager[Any]", _FakeTensorMode())
+
+
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """Marks a function that takes its inputs as one list, which it may empty."""
 

@@ -18,10 +18,10 @@ from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
 from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
-from zerofx.manager import Pass, validate
+from zerofx.manager import Pass
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.passes.choose_layout import choose_layout
-from zerofx.recipe import recipe
+from zerofx.recipe import passes_of
 from zerofx.shard import Owner, shard_parameter, sync_module
 from zerofx.swap import READS, answer_get_parameter, swap_class, swap_unsharded
 from zerofx.unsupported import refuse_arguments, refuse_stages
@@ -102,7 +102,7 @@ def compile(  # noqa: A001
         refuse_stages(stage)
         ignored = parameters_of(ignored_params)
         config = Config(stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph)
-        order = _passes(config, backend_of(group, device))
+        order = passes_of(config, backend_of(group, device))
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
         facts = config.facts() | _versions() | {"the passes": repr(order)}
@@ -166,14 +166,6 @@ def _place(
             swap_class(module)
         elif next(module.parameters(), None) is not None:
             answer_get_parameter(module)
-
-
-def _passes(config: Config, backend: str) -> tuple[Pass, ...]:
-    order = recipe(config, backend)
-    if config.passes is not None:
-        order = tuple(config.passes(order))
-    validate(order)
-    return order
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

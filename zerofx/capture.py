@@ -78,6 +78,10 @@ class Capture:
         if "forward" in program.graphs:
             self.steps.append(Step("partition", show(program), 0.0))
         self.steps += run(program, self.passes)
+        self._settle(program)
+
+    def _settle(self, program: Program) -> None:
+        """Makes the graphs those of this rank."""
         place = self.mesh.coordinate(self.rank, "dp")
         sizes = {param.name: param.local_size(self.mesh.axis("dp").size, place) for param in program.layout}
         for graph in program.graphs.values():
@@ -145,12 +149,13 @@ def _drop_own_views(graph: Graph) -> None:
 
 
 def _tag_reductions(grad: Node, name: str) -> None:
-    todo = [grad]
+    todo, seen = [grad], set[Node]()
     while todo:
         node = todo.pop()
         if node.target is zerofx.reduce_grad.default:
             node.meta["zerofx"] = Tag("reduce_grad", (name,))
-        elif node.op == "call_function" and "zerofx" not in node.meta:
+        elif node.op == "call_function" and "zerofx" not in node.meta and node not in seen:
+            seen.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofx.config import Config
-from zerofx.manager import Pass
+from zerofx.manager import Pass, validate
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.choose_layout import ChooseLayout
@@ -40,3 +40,12 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
 
 def _overlap(config: Config) -> tuple[Pass, ...]:
     return PrefetchAllGathers(config.prefetch), DelayWaits()
+
+
+def passes_of(config: Config, backend: str) -> tuple[Pass, ...]:
+    """What the user's `passes` make of the default ones. Raises PassOrderError where they cannot run in that order."""
+    order = recipe(config, backend)
+    if config.passes is not None:
+        order = tuple(config.passes(order))
+    validate(order)
+    return order
