@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from zerofx.collectives import first_wait, issued
-from zerofx.program import Invariant, Level, Program
+from zerofx.program import Invariant, Level, Program, output_node
 
 
 @dataclass(frozen=True)
 class PrefetchAllGathers:
-    """An all-gather is issued before the one `ahead` places before it is waited for; a bucket counts as one."""
+    """An all-gather is issued before the one `ahead` places before it is waited for; a bucket counts as one.
+
+    The first `ahead` are issued where the graph begins.
+    """
 
     name: ClassVar[str] = "prefetch-all-gathers"
     level: ClassVar[Level] = Level.PHYSICAL
@@ -27,19 +30,23 @@ class PrefetchAllGathers:
 
     def __call__(self, program: Program) -> None:
         program.under_way["unshard"] = self.ahead + 1
-        for graph in program.graphs.values():
+        for graph in program.graphs.values() if self.ahead else ():
             gathers = issued(graph, "unshard")
             waits = [first_wait(gather) for gather in gathers]
-            for place, gather in enumerate(gathers[1:], 1):
-                _issue_before(gather, waits[max(0, place - self.ahead)])
+            places = [_beginning(graph, gathers[: self.ahead])] * self.ahead + waits
+            for gather, place in zip(gathers, places, strict=False):
+                for node in (*reversed(list(_inputs(gather))), gather):
+                    place.prepend(node)
 
 
-def _issue_before(gather: Node, place: Node) -> None:
-    if place is first_wait(gather):
-        return
-    for step in reversed(list(_inputs(gather))):
-        place.prepend(step)
-    place.prepend(gather)
+def _beginning(graph: Graph, first: list[Node]) -> Node:
+    """The first node that is neither an input nor part of the first gathers."""
+    own = {*first, *(step for gather in first for step in _inputs(gather))}
+    node = output_node(graph)
+    for other in reversed(graph.nodes):
+        if other.op not in ("placeholder", "get_attr") and other not in own:
+            node = other
+    return node
 
 
 def _inputs(gather: Node) -> Iterator[Node]:

@@ -53,15 +53,15 @@ Step = Kernel | Node
 def steps(graph: Graph) -> list[Step]:
     """The kernels, collectives and waits of a graph, in the order in which they are issued.
 
-    Chains are the connected ops that have equally many matrix products, collectives and waits behind them on the longest
-    way: nothing between two ops of a chain is outside of it. Chains hold whatever is limited by memory, so this fuses
-    all that may be, as the best compiler would. As in Inductor, a kernel has the place of its first op, and what it
-    reads comes before it.
+    A chain is what is limited by memory and connected, as far as no more matrix products, collectives and waits are
+    behind one of its ops than behind another, on the longest way: what is between two ops of a chain is in it. That is
+    all that may be fused, and more than some compilers do. As in Inductor, a kernel has the place of its first op, and
+    what it reads comes before it.
     """
     order = [node for node in graph.nodes if node.op == "call_function" and not is_free(node)]
     made = _chains(order)
     for kernel in {id(step): step for step in made.values() if isinstance(step, Kernel)}.values():
-        _count(kernel, made)
+        _count(kernel)
     return list(_sorted(order, made))
 
 
@@ -108,7 +108,7 @@ def flops(node: Node) -> float:
 
 
 def _formula(node: Node) -> Callable[..., Any] | None:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", None)
     return cast("Callable[..., Any] | None", flop_registry.get(CPU_ATTENTION.get(packet, packet)))
 
 
@@ -128,18 +128,19 @@ def _chains(order: list[Node]) -> dict[Node, Step]:
     made: dict[Node, Step] = {}
     for node in order:
         read = [source for source in map(owner, node.all_input_nodes) if source in made]
-        depth = behind[node] = max((behind[source] + _is_alone(source) for source in read), default=0)
+        behind[node] = max((behind[source] + _is_alone(source) for source in read), default=0)
         if node.target is WAIT or is_collective(node):
             made[node] = node
             continue
-        kernel = made[node] = Kernel([node], flops(node), dtype=_dtype(node))
-        if _formula(node) is not None:
+        made[node] = kernel = Kernel([node], flops(node), dtype=_dtype(node))
+        if _is_alone(node):
             continue
         for source in read:
             joined = made[source]
-            if behind[source] == depth and isinstance(joined, Kernel) and not _is_alone(source) and joined is not kernel:
-                kernel.nodes[:0] = joined.nodes
-                made.update(dict.fromkeys(joined.nodes, kernel))
+            if isinstance(joined, Node) or joined is kernel or _is_alone(source) or behind[source] < behind[node]:
+                continue
+            kernel.nodes[:0] = joined.nodes
+            made.update(dict.fromkeys(joined.nodes, kernel))
     return made
 
 
@@ -149,7 +150,7 @@ def _dtype(node: Node) -> torch.dtype:
     return next((value.dtype for value in values if isinstance(value, torch.Tensor)), torch.float32)
 
 
-def _count(kernel: Kernel, made: dict[Node, Step]) -> None:
+def _count(kernel: Kernel) -> None:
     """Adds up what a kernel reads from outside, no tensor more than once, and what it writes for outside."""
     inside = set(kernel.nodes)
     read: dict[Node, int] = defaultdict(int)

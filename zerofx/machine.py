@@ -27,7 +27,7 @@ class Machine:
     link: Link
 
     def kernel_seconds(self, flops: float, nbytes: float, dtype: torch.dtype) -> float:
-        """launch + max(FLOP / achieved FLOP/s, bytes / achieved bytes/s).
+        """The launch, and the larger of FLOP / achieved FLOP/s and bytes / achieved bytes/s.
 
         This is the roofline (Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
         multicore architectures", 2009). A dtype that is not in `peak` is taken for float32.

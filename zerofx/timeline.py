@@ -82,7 +82,8 @@ class Timeline:
         for span in self.spans:
             args = {"part": span.part, "flop": span.flops, "bytes": span.nbytes}
             place = {"ph": "X", "pid": 0, "tid": streams.index(span.stream), "args": args}
-            events.append({"name": span.name, "cat": span.kind, "ts": span.start * 1e6, "dur": span.seconds * 1e6, **place})
+            when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}  # in microseconds
+            events.append({"name": span.name, "cat": span.kind, **when, **place})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -139,11 +140,12 @@ class _Streams:
 
     def _send(self, part: str, node: Node) -> None:
         kind = _kind(node)
-        gathers = kind.startswith("all_gather")
-        whole = nbytes(node.meta["val"]) if gathers else sum(nbytes(source.meta["val"]) for source in node.all_input_nodes)
+        gathered = [node] if kind.startswith("all_gather") else node.all_input_nodes
+        whole = sum(nbytes(each.meta["val"]) for each in gathered)
         axis = self.program.mesh.axis_of_group(group(node))
         seconds = self.machine.collective_seconds(kind, whole, axis.size)
-        span = Span(_label(node, kind), "collective", axis.group, part, 0, seconds, 0, ring_bytes(kind, whole, axis.size))
+        sent = ring_bytes(kind, whole, axis.size)
+        span = Span(_label(node, kind), "collective", axis.group, part, 0, seconds, 0, sent)
         self.ends[node] = self._run(span, ready=self.free[COMPUTE])
 
     def _wait(self, part: str, node: Node, sent: Node) -> None:
@@ -153,7 +155,8 @@ class _Streams:
 
 
 def _kind(node: Node) -> str:
-    return str(SINGLE.get(node.target, node.target)).split(".")[1]
+    target: Any = node.target
+    return str(SINGLE.get(target, target)).split(".")[1]
 
 
 def _label(node: Node, kind: str) -> str:
