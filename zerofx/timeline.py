@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from torch.fx import Node
 
 from zerofx.collectives import P2P, SINGLE, WAIT
+from zerofx.draw_timeline import draw_timeline
 from zerofx.kernels import Kernel, nbytes, owner, steps
 from zerofx.machine import Machine, ring_bytes
 from zerofx.program import Level, Program, group, tag
@@ -85,6 +87,10 @@ class Timeline:
             when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}  # in microseconds
             events.append({"name": span.name, "cat": span.kind, **when, **place})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the streams as an SVG file."""
+        draw_timeline(self, Path(path))
 
 
 def timeline(program: Program, machine: Machine) -> Timeline:
