@@ -35,13 +35,17 @@ MARKERS = {zerofx.unshard.default, zerofx.reduce_grad.default}
 
 @dataclass
 class Capture:
-    """One graph that Dynamo has captured: the parameters among its inputs, and the passes that ran on it."""
+    """One graph that Dynamo has captured: the parameters among its inputs, and the passes that ran on it.
+
+    Parameters that are DTensors, or all where `in_parts`, are stored as `layout` says; others are whole.
+    """
 
     params: Mapping[int, str]
     passes: Sequence[Pass]
     mesh: Mesh
     layout: Layout
     rank: int
+    in_parts: bool = False
     kind: str = ""
     steps: list[Step] = field(default_factory=list)
 
@@ -69,7 +73,7 @@ class Capture:
 
     def _start(self, name: str, graph: Graph) -> Program:
         program = Program({name: graph}, self.mesh, self.layout)
-        _tag_whole(graph, self.params, self.layout, self.mesh)
+        _tag_whole(graph, self.params, self.layout, self.mesh, self.in_parts)
         self.steps = [Step("capture", show(program), 0.0)]
         self.steps += run(program, self.passes)
         return program
@@ -105,7 +109,7 @@ def nodes_of(gm: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh) -> None:
+def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh, in_parts: bool) -> None:
     """Tags inputs, markers and outputs, and makes the graph that of rank 0."""
     for node in placeholders(graph):
         desc = node.meta.get("desc")
@@ -113,7 +117,7 @@ def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Me
         if _torch.is_tangent(desc):
             node.meta["zerofx"] = Tag("tangent")
         elif name is not None and isinstance(node.meta.get("val"), torch.Tensor):
-            node.meta["zerofx"] = Tag(_input_role(desc, layout[name]), (name,))
+            node.meta["zerofx"] = Tag(_input_role(layout[name], in_parts or _torch.is_subclass_part(desc)), (name,))
     _drop_own_views(graph)
     tags: list[Tag | None] = []
     out = output_node(graph)
@@ -131,8 +135,8 @@ def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Me
     _make_neutral(graph, layout, mesh.axis("dp").size)
 
 
-def _input_role(desc: Any, param: ParamLayout) -> str:
-    if not _torch.is_subclass_part(desc):
+def _input_role(param: ParamLayout, stored: bool) -> str:
+    if not stored:
         return "param"
     return "replica" if param.dim is None else "shard"
 

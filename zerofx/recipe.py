@@ -39,7 +39,7 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
 
 
 def _overlap(config: Config) -> tuple[Pass, ...]:
-    return PrefetchAllGathers(config.prefetch), DelayWaits(under_way=3)
+    return PrefetchAllGathers(config.prefetch), DelayWaits()
 
 
 def passes_of(config: Config, backend: str) -> tuple[Pass, ...]:

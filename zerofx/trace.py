@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,10 +17,14 @@ from zerofx import _torch
 from zerofx.capture import Capture
 from zerofx.check_model import find_owners, refuse_model
 from zerofx.config import Config
-from zerofx.layout import Layout
+from zerofx.layout import Layout, rows_at
 from zerofx.mesh import Mesh
+from zerofx.ops import REPLICATED, unshard
+from zerofx.passes.choose_layout import choose_layout
 from zerofx.program import Program
 from zerofx.recipe import passes_of
+from zerofx.shard import Owner
+from zerofx.swap import READS, Read, swap_class
 
 
 def trace(
@@ -37,7 +42,8 @@ def trace(
     `model_fn` makes the model; its tensors have no data and are on the CPU, and of `example_inputs` only shapes and
     dtypes are read, so that they may be on the meta device. Ops are those of the CPU. `loss_fn` calls the model by
     default; `autocast` is the dtype of the torch.autocast region around it. `backend` is that of the process group.
-    Parameters enter whole, and the program is that of a rank before it is made that of one rank: see `Program`.
+    Modules read parameters as in a model that `zerofx.compile` was called on, so the program is the one that its ranks
+    share; see `Program`.
 
     Raises what torch.compile with fullgraph=True raises where the step is no single graph, and ModelError for a model
     that cannot be sharded.
@@ -48,11 +54,14 @@ def trace(
         refuse_model(model)
         owners = find_owners(model, [])
         names = {id(owner.param): owner.layout.name for owner in owners}
-        layout = Layout(tuple(owner.layout for owner in owners))
+        mesh, layout = Mesh.of(dp=world), Layout(tuple(owner.layout for owner in owners))
+        if world > 1:
+            layout = choose_layout(layout, world, config.stage, config.persist_below)
+            names = _shard(model, owners, layout, mesh)
 
         def graph_backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             params = {place: names[id(value)] for place, value in enumerate(given) if id(value) in names}
-            capture = _Traced(params, passes_of(config, backend), Mesh.of(dp=world), layout, rank=0)
+            capture = _Traced(params, passes_of(config, backend), mesh, layout, rank=0, in_parts=world > 1)
             captures.append(capture)
             _torch.aot_compile(gm, given, _as_it_is, capture.infer_whole, capture.partition)
             return gm.forward
@@ -67,6 +76,37 @@ def trace(
     (capture,) = captures
     assert capture.program is not None
     return capture.program
+
+
+def _shard(model: nn.Module, owners: Sequence[Owner], layout: Layout, mesh: Mesh) -> dict[int, str]:
+    """Replaces parameters by the parts that rank 0 stores, and makes modules read them whole; returns names by id."""
+    axis = mesh.axis("dp")
+    names: dict[int, str] = {}
+    for owner, param in zip(owners, layout, strict=True):
+        part = nn.Parameter(torch.empty(param.local_size(axis.size, 0), dtype=param.dtype), param.requires_grad)
+        names[id(part)] = param.name
+        rows = 0 if param.dim is None else rows_at(param.size[param.dim], axis.size, 0)
+        read = Read(param.size, REPLICATED if param.dim is None else param.dim, rows, axis.group)
+        for module, name in owner.places:
+            module._parameters[name] = part
+            module.__dict__.setdefault(READS, {})[name] = read
+    for module in list(model.modules()):
+        if READS in module.__dict__:
+            swap_class(module)
+            module.__class__ = _traced_class(cast("Any", type(module)))
+    return names
+
+
+@functools.cache
+def _traced_class(base: Any) -> type:
+    """The class of a sharded module whose stored parts are plain tensors."""
+    body = {name: property(functools.partial(_read, name)) for name in base.zerofx_names}
+    return type(base.__name__, (base,), body, zerofx_made=True)
+
+
+def _read(name: str, module: nn.Module) -> torch.Tensor:
+    whole: torch.Tensor = unshard(module._parameters[name], *module.__dict__[READS][name])
+    return whole
 
 
 @dataclass
