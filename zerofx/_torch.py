@@ -227,6 +227,11 @@ def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return bound | {arg.name: value for arg, value in zip(known, args, strict=False)} | dict(kwargs)
 
 
+def is_view(op: OpOverload) -> bool:
+    """Whether the op's result is its input's data, by its schema."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
+
+
 def argument_index(op: OpOverload, *names: str) -> tuple[int, str] | None:
     """Place and name of the first argument of the op that has one of the names."""
     found = ((place, arg.name) for place, arg in enumerate(op._schema.arguments) if arg.name in names)

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
-from zerofx._torch import OpOverload, by_name
+from zerofx._torch import OpOverload, by_name, is_view
 from zerofx.collectives import WAIT, is_bucket
 from zerofx.layout import PerRank
 
@@ -75,7 +75,7 @@ def is_free(node: Node) -> bool:
     """Whether the node moves no data: it only names a part of what another one made."""
     if node.target is operator.getitem or node.target in VIEWS:
         return True
-    return node.target is not WAIT and isinstance(node.target, OpOverload) and node.target.is_view
+    return node.target is not WAIT and isinstance(node.target, OpOverload) and is_view(node.target)
 
 
 def owner(node: Node) -> Node:
@@ -103,18 +103,19 @@ def flops(node: Node) -> float:
         return 0
     args, kwargs = (map_aggregate(part, _value) for part in (node.args, node.kwargs))
     counted = float(formula(*cast("Any", args), **cast("Any", kwargs), out_val=node.meta["val"]))
-    op = cast("OpOverload", node.target)
-    return counted / 2 if by_name(op, node.args, node.kwargs).get("is_causal") is True else counted
+    op = node.target
+    causal = isinstance(op, OpOverload) and by_name(op, node.args, node.kwargs).get("is_causal") is True
+    return counted / 2 if causal else counted
 
 
 def _formula(node: Node) -> Callable[..., Any] | None:
-    packet: Any = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
     return cast("Callable[..., Any] | None", flop_registry.get(CPU_ATTENTION.get(packet, packet)))
 
 
 def _value(arg: Any) -> Any:
     if isinstance(arg, Node):
-        return arg.meta["val"]
+        return arg.meta.get("val")
     return int(arg) if isinstance(arg, PerRank) else arg
 
 
@@ -161,7 +162,7 @@ def _count(kernel: Kernel) -> None:
             if data in inside:
                 continue
             rows = place == 0 and node.target in ROWS
-            read[data] += nbytes(node.meta["val"] if rows else source.meta.get("val"))
+            read[data] += nbytes((node if rows else source).meta.get("val"))
             whole[data] = nbytes(data.meta.get("val"))
     written = sum(_written(node, inside) for node in kernel.nodes)
     kernel.nbytes = sum(min(size, whole[data]) for data, size in read.items()) + written
@@ -169,9 +170,10 @@ def _count(kernel: Kernel) -> None:
 
 def _written(node: Node, inside: set[Node]) -> int:
     """Bytes of a node's results that are read outside of its kernel."""
-    if isinstance(node.meta["val"], torch.Tensor):
-        return nbytes(node.meta["val"]) if _leaves(node, inside) else 0
-    return sum(nbytes(part.meta["val"]) for part in node.users if _leaves(part, inside))
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return sum(nbytes(part.meta.get("val")) for part in node.users if _leaves(part, inside))
+    return nbytes(value) if _leaves(node, inside) else 0
 
 
 def _leaves(node: Node, inside: set[Node]) -> bool:

@@ -38,8 +38,9 @@ def main() -> None:
     (given.out / "timeline.json").write_text(found.chrome_trace())
     peak = dict(H100.peak)[torch.bfloat16]
     print(
-        f"{elements(size) / 1e9:.2f}e9 parameters on {given.ranks} ranks ({H100.name}): step {found.step * 1e3:.1f} ms, "
-        f"computation {found.compute * 1e3:.1f} ms, communication {found.communication * 1e3:.1f} ms, "
+        f"{elements(size) / 1e9:.2f}e9 parameters on {given.ranks} ranks ({H100.name}): "
+        f"step {found.step * 1e3:.1f} ms, computation {found.compute * 1e3:.1f} ms, "
+        f"communication {found.communication * 1e3:.1f} ms, "
         f"exposed {found.exposed * 1e3:.1f} ms ({found.exposed_share:.1%}); "
         f"{found.flops / found.step / peak:.1%} of the peak FLOP/s\n{given.out}/timeline.svg, {given.out}/timeline.json"
     )
