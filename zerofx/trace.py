@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerofx import _torch
 from zerofx.capture import Capture
-from zerofx.check_model import find_owners, refuse_model
+from zerofx.check_model import ModelError, find_owners, refuse_model
 from zerofx.config import Config
 from zerofx.layout import Layout, rows_at
 from zerofx.mesh import Mesh
@@ -52,6 +52,10 @@ def trace(
     with _torch.fake_tensors():
         model, inputs = model_fn(), tree_map_only(torch.Tensor, _on_cpu, list(example_inputs))
         refuse_model(model)
+        if elsewhere := sorted({str(t.device) for t in model.state_dict().values()} - {"cpu"}):
+            raise ModelError(
+                f"model_fn made tensors on {', '.join(elsewhere)}: they have no data anyway, leave them on cpu"
+            )
         owners = find_owners(model, [])
         names = {id(owner.param): owner.layout.name for owner in owners}
         mesh, layout = Mesh.of(dp=world), Layout(tuple(owner.layout for owner in owners))

@@ -86,6 +86,24 @@ def test_a_model_that_cannot_be_sharded_is_refused() -> None:
         trace(lambda: nn.Embedding(8, 8, sparse=True), (IDS,), Config(), 2)
 
 
+def test_a_model_on_another_device_is_refused() -> None:
+    with pytest.raises(ModelError, match="model_fn made tensors on meta: they have no data anyway, leave them on cpu"):
+        trace(lambda: nn.Linear(8, 8, device="meta"), (torch.zeros(2, 8),), Config(), 2)
+
+
+def test_a_tied_weight_is_gathered_once_in_each_half() -> None:
+    def tied() -> nn.Module:
+        model = GPT(layers=1)
+        model.head.weight = model.tokens.weight
+        return model
+
+    program = trace(tied, (IDS, IDS), Config(persist_below=100, bucket_mb=2**-8), 2, loss_fn=loss)
+    gathered = [
+        p for g in program.graphs.values() for n in g.nodes if is_collective(n) for p in n.meta["zerofx"].params
+    ]
+    assert gathered.count("tokens.weight") == 3 and "head.weight" not in gathered  # two gathers and one reduction
+
+
 def test_a_step_that_is_no_single_graph_is_an_error() -> None:
     def breaks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
