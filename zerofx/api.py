@@ -20,6 +20,7 @@ from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, progra
 from zerofx.layout import Layout
 from zerofx.manager import Pass, validate
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
+from zerofx.optimizers import LOCAL_STEPS
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import recipe
 from zerofx.shard import Owner, shard_parameter, sync_module
@@ -120,6 +121,8 @@ def compile(  # noqa: A001
     ids = {id(param) for param in ignored}
     left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
     _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
+    if device_mesh is not None:
+        LOCAL_STEPS.add(device_mesh)
     watch.start(group, notes, model)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank, left_alone).attach(model)
