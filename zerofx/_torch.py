@@ -83,6 +83,11 @@ def graph_break_reasons() -> Counter[str]:
     return Counter(_dynamo.utils.counters["graph_break"])
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of the optimizer's own run before its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 def input_index(desc: Any) -> int | None:
     """The place among a Dynamo graph's inputs of the AOTAutograd input (or gradient) that `desc` describes."""
     while desc is not None and not isinstance(desc, _desc.PlainAOTInput):

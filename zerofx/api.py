@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import records, watch
 from zerofx.agree import agree, refuse_without_mesh
-from zerofx.check_model import find_owners, parameters_of, refuse_model
+from zerofx.check_model import find_owners, parameters_of, refuse_model, refuse_without_blocks
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine
 from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
+from zerofx.optimizers import LOCAL_STEPS
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import passes_of
 from zerofx.shard import Owner, shard_parameter, sync_module
@@ -44,6 +45,7 @@ def compile(  # noqa: A001
     passes: Rewrite | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    per_block: bool = False,
     **others: Never,
 ) -> M:
     """Shards a model's parameters over the data-parallel ranks and compiles it, in place; returns `model`.
@@ -76,6 +78,9 @@ def compile(  # noqa: A001
         passes: a function from the default tuple of passes to the tuple to run.
         dynamic: as in torch.compile.
         fullgraph: make code that torch.compile cannot put into a graph an error.
+        per_block: compile modules of one class in a ModuleList, Sequential or ModuleDict each on its own, and those
+            alike once: compile time does not grow with depth. The code around them runs as it is, and buckets and
+            schedules end at each block.
         others: no other argument is taken; those of FSDP, DDP and DeepSpeed are refused with what to do instead.
 
     Raises:
@@ -101,8 +106,12 @@ def compile(  # noqa: A001
         refuse_arguments(others, TAKEN)
         refuse_stages(stage)
         ignored = parameters_of(ignored_params)
-        config = Config(stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph)
+        config = Config(
+            stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph, per_block
+        )
         order = passes_of(config, backend_of(group, device))
+        if config.per_block:
+            refuse_without_blocks(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
         facts = config.facts() | _versions() | {"the passes": repr(order)}
@@ -120,6 +129,8 @@ def compile(  # noqa: A001
     ids = {id(param) for param in ignored}
     left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
     _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
+    if device_mesh is not None:
+        LOCAL_STEPS.add(device_mesh)
     watch.start(group, notes, model)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank, left_alone).attach(model)

@@ -11,6 +11,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
+from zerofx.blocks import Users
 from zerofx.edit import map_per_rank, set_local_rows
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.manager import Pass, Step, run
@@ -48,6 +49,12 @@ class Capture:
     in_parts: bool = False
     kind: str = ""
     steps: list[Step] = field(default_factory=list)
+    users: Users | None = None
+
+    @property
+    def blocks(self) -> tuple[Mapping[str, str], ...]:
+        """The blocks that run the graph: their parameters' names by those in the graph."""
+        return self.users.blocks if self.users else ({},)
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Runs the logical passes on a joint graph, cuts it into forward and backward, and runs the physical passes."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zerofx.blocks import has_blocks
 from zerofx.config import ConfigError
 from zerofx.layout import ParamLayout
 from zerofx.shard import Owner
@@ -44,6 +45,14 @@ def refuse_model(model: nn.Module) -> None:
             raise ModelError(f"{where} is a ScriptModule, which cannot be traced: pass the Python module")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ModelError(f"{where} has sparse gradients, which cannot be reduced: make it with sparse=False")
+
+
+def refuse_without_blocks(model: nn.Module) -> None:
+    if not has_blocks(model):
+        raise ModelError(
+            "zerofx.compile(per_block=True) is not possible: no ModuleList, Sequential or ModuleDict in this model "
+            "holds two modules of one class: leave per_block out"
+        )
 
 
 def find_owners(model: nn.Module, ignored: list[nn.Parameter]) -> list[Owner]:

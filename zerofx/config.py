@@ -37,6 +37,7 @@ class Config:
     passes: Rewrite | None = None
     dynamic: bool | None = None
     fullgraph: bool = False
+    per_block: bool = False
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in STAGES:
@@ -53,7 +54,7 @@ class Config:
             _refuse("passes", self.passes, "a function from the default tuple of passes to another tuple")
         if self.dynamic not in (None, True, False):
             _refuse("dynamic", self.dynamic, "None, True or False")
-        for field in ("sync_init", "fullgraph"):
+        for field in ("sync_init", "fullgraph", "per_block"):
             if not isinstance(getattr(self, field), bool):
                 _refuse(field, getattr(self, field), "True or False")
 
@@ -72,4 +73,5 @@ class Config:
             "backend": self.backend,
             "dynamic": self.dynamic,
             "fullgraph": self.fullgraph,
+            "per_block": self.per_block,
         }

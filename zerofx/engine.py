@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from zerofx import _torch, records
 from zerofx.backends import inductor, interpret
+from zerofx.blocks import Users, compile_pieces
 from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
 from zerofx.config import Config
@@ -24,9 +25,8 @@ from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.mesh import Mesh
-from zerofx.notes import compiling, note_call, noted
+from zerofx.notes import Halves, compiling, halves_of, note_call, noted
 from zerofx.running import RUNNING
-from zerofx.sequence import blocks_of
 from zerofx.swap import READS
 from zerofx.watch import follow
 from zerofx.writes import lent_outputs, refuse_writes
@@ -60,22 +60,29 @@ class Engine:
         model.__dict__["_zerofx_engine"] = self
         follow(self.group, model)
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
+        if self.config.per_block and self.config.backend != "eager":
+            compile_pieces(model, self.torch_compile)
+
+    def torch_compile(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        options: dict[str, Any] = {"dynamic": self.config.dynamic, "fullgraph": self.config.fullgraph}
+        return torch.compile(call, backend=self.backend, **options, **_torch.own_limit())
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
         self.refuse_new_parameters()
         with compiling(self.group):
             capture, compiled = self._compile(gm, inputs)
-        if self.mesh.world > 1:
+        if self.mesh.world > 1 and capture.steps:  # no pass runs on a graph without parameters
             where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
-            text = capture.steps[-1].text if capture.steps else ""  # no pass runs on a graph without parameters
-            compiled = noted(compiled, blocks_of(text, where), self.group)
+            compiled = noted(compiled, self._halves(capture, where), self.group)
         lent = lent_outputs(gm, capture.params)
         return RUNNING.lending(compiled, lent) if lent else compiled
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Capture, Callable[..., Any]]:
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+        if self.config.per_block:
+            layout = layout.of(params.values())
         refuse_writes(gm, params)
         capture = Capture(params, self.passes, self.mesh, layout, self.rank)
         self.captures.append(capture)
@@ -88,6 +95,15 @@ class Engine:
             compiled = inductor(capture, key, gm, inputs, use_caches=False)
         records.save(key, capture)
         return capture, compiled
+
+    def _halves(self, capture: Capture, where: str) -> Callable[[Sequence[Any]], Halves]:
+        """What calls of a graph note: those of one that blocks share name the block's own parameters."""
+        text = capture.steps[-1].text
+        if self.config.per_block and capture.params:
+            capture.users = Users(text, where, capture.params, lambda: self.parameters_now()[0])
+            return capture.users
+        halves = halves_of(text, where)
+        return lambda args: halves
 
     def refuse_new_parameters(self) -> None:
         """Raises ModelError for a parameter that a module brought along which was put in after zerofx.compile."""
@@ -137,10 +153,8 @@ class CompiledCall:
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self.engine = engine
         call = _own_call(model)
-        if engine.config.backend != "eager":
-            options: dict[str, Any] = {"dynamic": engine.config.dynamic, "fullgraph": engine.config.fullgraph}
-            call = torch.compile(call, backend=engine.backend, **options, **_torch.own_limit())
-        self.call = call
+        whole = engine.config.backend != "eager" and not engine.config.per_block
+        self.call = engine.torch_compile(call) if whole else call
 
     @_torch.outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,8 +177,12 @@ class CompiledCall:
         if eager_reads and before is not None:
             engine.warned = True
             reasons = _torch.graph_break_reasons()
-            _warn(list(eager_reads), list(reasons - before or reasons))
+            around = [AROUND_BLOCKS] if engine.config.per_block else list(reasons)
+            _warn(list(eager_reads), list(reasons - before) or around)
         return result
+
+
+AROUND_BLOCKS = "with per_block=True, what is around the blocks and modules beside them runs as it is"
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import difflib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -65,11 +65,15 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Graph:
-    """One captured graph and the recorded steps: the program as captured, and after each pass."""
+    """One captured graph and the recorded steps: the program as captured, and after each pass.
+
+    `blocks` are those that share the graph with `per_block=True`: their parameters' names by those in the graph.
+    """
 
     index: int
     kind: str
     steps: tuple[Step, ...]
+    blocks: tuple[Mapping[str, str], ...] = ({},)
 
     @property
     def seconds(self) -> float:
@@ -109,9 +113,12 @@ class Inspection:
         for graph in self.graphs:
             program = read(graph.steps[-1].text)
             rows += [
-                _collective(graph.index, part.name, line, program) for part in program.graphs for line in part.sent
+                _collective(graph.index, part.name, line, program, names)
+                for names in graph.blocks
+                for part in program.graphs
+                for line in part.sent
             ]
-            bound += _bound(graph)
+            bound += _bound(graph) * len(graph.blocks)
         return Collectives(tuple(rows), bound)
 
     def draw(self, path: str | Path, step: int | str = -1, graph: int = 0) -> None:
@@ -134,15 +141,16 @@ def inspect(model: nn.Module) -> Inspection:
     if not engine.captures:
         raise ValueError("nothing has been captured yet: call the model once")
     captures = enumerate(capture for capture in engine.captures if capture.steps)
-    return Inspection([Graph(index, capture.kind, tuple(capture.steps)) for index, capture in captures])
+    return Inspection([Graph(index, capture.kind, tuple(capture.steps), capture.blocks) for index, capture in captures])
 
 
-def _collective(graph: int, part: str, line: Line, program: ProgramText) -> Collective:
+def _collective(graph: int, part: str, line: Line, program: ProgramText, names: Mapping[str, str]) -> Collective:
     group = line.args[-1].strip("'")
     world = program.axes[group]
     share = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[line.collective]
     sent = sum(int(size * BYTES[line.dtype] * share * (world - 1)) for size in line.numels)
-    return Collective(graph, part, line.name, line.collective, line.role, line.params, line.dtype, group, sent)
+    params = tuple(names.get(param, param) for param in line.params)
+    return Collective(graph, part, line.name, line.collective, line.role, params, line.dtype, group, sent)
 
 
 def _bound(graph: Graph) -> int:

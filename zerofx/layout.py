@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -97,8 +98,16 @@ class Layout:
     def __iter__(self) -> Iterator[ParamLayout]:
         return iter(self.params)
 
+    @functools.cached_property
+    def by_name(self) -> dict[str, ParamLayout]:
+        return {param.name: param for param in self.params}
+
     def __getitem__(self, name: str) -> ParamLayout:
-        for param in self.params:
-            if param.name == name:
-                return param
+        if param := self.by_name.get(name):
+            return param
         raise KeyError(f"the layout has no parameter {name!r}")
+
+    def of(self, names: Iterable[str]) -> Layout:
+        """The layout of these parameters alone."""
+        wanted = set(names)
+        return Layout(tuple(param for param in self.params if param.name in wanted))

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerofx._torch import compiled_backward
-from zerofx.sequence import ISSUED, Block, Issued
+from zerofx.sequence import ISSUED, Block, Issued, blocks_of
 
 
-def noted(compiled: Callable[..., Any], blocks: dict[str, Block], group: str) -> Callable[..., Any]:
-    """A compiled graph that notes its collectives: the forward's when it is called, the backward's when that begins."""
-    forward, backward = (blocks.get(name, Block("", ())) for name in ("forward", "backward"))
-    forward = blocks.get("inference", forward)
-    unknown = {forward.key, backward.key}  # halves that have not run yet
+class Halves(NamedTuple):
+    """The collectives of a graph's forward, or of a graph that has no backward, and of its backward."""
+
+    forward: Block
+    backward: Block
+
+
+def halves_of(text: str, where: str, names: Mapping[str, str] | None = None) -> Halves:
+    """The collectives in a program's text after the last pass, with other names for its parameters if given."""
+    blocks = blocks_of(text, where, names or {})
+    nothing = Block("", ())
+    return Halves(blocks.get("inference", blocks.get("forward", nothing)), blocks.get("backward", nothing))
+
+
+def noted(compiled: Callable[..., Any], halves: Callable[[Sequence[Any]], Halves], group: str) -> Callable[..., Any]:
+    """A compiled graph that notes its collectives: the forward's when it is called, the backward's when that begins.
+
+    `halves` are those of a call with these arguments.
+    """
+    known = set[int]()  # halves that have run
 
     def begin(issued: Issued, half: Block) -> None:
         issued.doing = half.where
         if not half.entries:
             return
         issued.note(half)
-        if half.key in unknown:
-            unknown.discard(half.key)
+        if half.key not in known:
+            known.add(half.key)
             issued.announce()
-
-    def begin_backward(_: Any) -> None:
-        if issued := ISSUED.get(group):
-            begin(issued, backward)
 
     def call(*args: Any) -> Any:
         issued = ISSUED.get(group)
         if issued is None:
             return compiled(*args)
+        forward, backward = halves(args)
         begin(issued, forward)
         results = compiled(*args)
         issued.doing = ""
         if backward.where and (node := compiled_backward(results)):
-            node.register_prehook(begin_backward)
+            node.register_prehook(lambda _: begin(now, backward) if (now := ISSUED.get(group)) else None)
         return results
 
     return call

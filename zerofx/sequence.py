@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -97,20 +97,24 @@ class Folded:
         self.n, self.digest = self.n + len(block.entries), block.after(self.digest)
 
 
-def blocks_of(text: str, graph: str) -> dict[str, Block]:
-    """The collectives of each half of a program, from its text after the last pass."""
+def blocks_of(text: str, graph: str, names: Mapping[str, str]) -> dict[str, Block]:
+    """The collectives of each half of a program, from its text after the last pass; `names` rename its parameters."""
     program = read(text)
     return {
         part.name: Block(
             f"the {part.name} of {graph}",
             [
-                Entry(line.collective, line.role, sum(line.numels), line.dtype, line.params)
+                Entry(line.collective, line.role, sum(line.numels), line.dtype, _renamed(line.params, names))
                 for line in part.sent
                 if line.role
             ],
         )
         for part in program.graphs
     }
+
+
+def _renamed(params: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(param, param) for param in params)
 
 
 PARAM: ContextVar[str] = ContextVar("PARAM", default="a parameter")

@@ -47,6 +47,20 @@ class Net(nn.Module):
         return (self.spare if self.use_spare else self.last)(x)
 
 
+class Blocks(nn.Module):
+    """Two blocks that share a graph, which a rank may run in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.use_spare = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self.blocks) if self.use_spare else self.blocks:
+            x = block(x)
+        return x
+
+
 def compile_slowly() -> None:
     """Makes the next calls compile again, and take six seconds for it."""
     torch.compiler.reset()
@@ -71,7 +85,7 @@ def tell_compilations() -> None:
     Engine._compile = told
 
 
-def happen(fault: str, rank: int, model: Net) -> None:
+def happen(fault: str, rank: int, model: Net | Blocks) -> None:
     """What goes wrong on a rank before the step in which it shows."""
     match fault, rank:
         case ("killed", 1) | ("host killed", 0):
@@ -90,14 +104,17 @@ def happen(fault: str, rank: int, model: Net) -> None:
             sys.exit(0)
         case "diverges", 1:
             model.use_extra = True
-        case (("swaps, then ends" | "swaps, then compiles"), 1):
+        case (("swaps, then ends" | "swaps, then compiles" | "swaps blocks"), 1):
             model.use_spare = True
 
 
 def train(fault: str, backend: str, rank: int) -> None:
     torch.manual_seed(0)
     swaps = fault.startswith("swaps")
-    model = zerofx.compile(Net(), persist_below=0, backend="eager" if swaps else backend)
+    if fault == "swaps blocks":
+        model = zerofx.compile(Blocks(), persist_below=0, backend=backend, per_block=True)
+    else:
+        model = zerofx.compile(Net(), persist_below=0, backend="eager" if swaps else backend)
     for step in range(STEPS):
         if step == (STEPS - 1 if swaps else FAULT_STEP):
             print(f"fault {time.time()}", flush=True)

@@ -19,7 +19,7 @@ from tests.pool import ENVIRONMENT, ROOT
 from tests.situations.ranks import RANKS
 
 SWAPS = ("swaps, then ends", "swaps, then compiles")
-USUAL = ("killed", "stopped", "diverges", "raises", "recompiles", "shapes", "again", *SWAPS)
+USUAL = ("killed", "stopped", "diverges", "raises", "recompiles", "shapes", "again", "swaps blocks", *SWAPS)
 RARE = ("host killed", "host stopped", "leaves", "interrupted", "sleeps")
 OWN_CODE = [(kind.__name__, stage, world) for kind in RANKS for world in kind.worlds for stage in (1, 2, 3)]
 GROUPS = (
@@ -134,6 +134,13 @@ def test_a_difference_in_the_last_step_is_told_though_it_hangs_nobody(
     for ended in runs(fault):
         message = one_message(ended)
         assert "of last.weight, 192 elements" in message and "of spare.weight, 192 elements" in message
+
+
+def test_blocks_that_share_a_graph_are_told_apart(runs: Callable[[str], list[Ended]]) -> None:
+    for ended in runs("swaps blocks"):
+        message = one_message(ended)
+        assert re.search(r"blocks\.0\.bias, 272 elements .* for blocks\.0 on rank", message)
+        assert re.search(r"blocks\.1\.bias, 272 elements .* for blocks\.1 on rank", message)
 
 
 def test_a_rank_that_raised_is_named_to_the_others(runs: Callable[[str], list[Ended]]) -> None:
