@@ -27,7 +27,9 @@ class Link:
 
 
 LINKS = {"gloo": Link(latency=200e-6, bandwidth=1.5e9), "nccl": Link(latency=30e-6, bandwidth=150e9)}
-"""What `python -m zerofx tune` measures on two ranks of a laptop (gloo) and on one node of eight H100 (nccl)."""
+"""What sizes buckets: gloo as `python -m zerofx tune` measures it between two ranks of a laptop; for nccl an assumption
+between NVLink in one node (350 GB/s, see `zerofx.machine`) and a 400 Gb/s network card a GPU (50 GB/s).
+"""
 
 
 def link(backend: str) -> Link:
