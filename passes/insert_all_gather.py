@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from zerofx.edit import Replacement
 from zerofx.layout import ParamLayout, PerRank
-from zerofx.program import Invariant, Level, Program, group, marked_param, output_tags, outputs, source
+from zerofx.program import Invariant, Level, Program, group, is_view, marked_param, output_tags, outputs, source
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 
@@ -71,9 +71,3 @@ def _reaches(node: Node, ends: set[Node | None]) -> bool:
     if node in ends:
         return True
     return any(_reaches(user, ends) for user in node.users if is_view(user) or user.target is operator.getitem)
-
-
-def is_view(node: Node) -> bool:
-    """Whether the node's result may share its input's storage."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)

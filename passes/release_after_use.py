@@ -8,13 +8,16 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from zerofx.program import CASTS, Invariant, Level, Program, mark_recomputed, marked_param, source
+from zerofx.program import CASTS, Invariant, Level, Program, mark_recomputed, mark_saved, marked_param, source
 from zerofx.verify import SAME_DATA
 
 
 @dataclass(frozen=True)
 class ReleaseAfterUse:
-    """Marks every unshard of a sharded parameter, its views and casts as recomputed: the partition saves none."""
+    """Marks every unshard of a sharded parameter, its views and casts as recomputed: the partition saves none.
+
+    Those of the parameters in `keep` are marked as saved: the backward does not gather them again.
+    """
 
     name: ClassVar[str] = "release-after-use"
     level: ClassVar[Level] = Level.LOGICAL
@@ -23,10 +26,15 @@ class ReleaseAfterUse:
     breaks: ClassVar[frozenset[Invariant]] = frozenset()
     numerics: ClassVar[str] = "same"
 
+    keep: tuple[str, ...] = ()
+
     def __call__(self, program: Program) -> None:
+        program.kept = frozenset(self.keep)
         for graph in program.graphs.values():
             for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.unshard.default):
-                if program.layout[marked_param(node)].dim is not None:
+                if marked_param(node) in program.kept:
+                    mark_saved(node)
+                elif program.layout[marked_param(node)].dim is not None:
                     _release(node)
                     if source(node).target in CASTS:
                         mark_recomputed(source(node))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._dynamo as _dynamo
 import torch._functorch.config as _functorch_config
+import torch._inductor.config as _inductor_config
 import torch.distributed.distributed_c10d as _c10d
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as _BackendCompilerFailed
@@ -78,6 +79,17 @@ def _backward_as_eager() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", _functorch_config.patch(backward_pass_autocast="off"))
 
 
+def activation_budget(share: float) -> AbstractContextManager[Any]:
+    """While it is entered, the partition saves at most that share of the activations that it would save otherwise.
+
+    Objects among the inputs, which are meshes of DTensors, have no bytes.
+    """
+    changes: dict[str, Any] = {"activation_memory_budget": share}
+    if hasattr(_functorch_config, objects := "unsafe_treat_script_objects_as_zero_size"):
+        changes[objects] = True
+    return cast("AbstractContextManager[Any]", _functorch_config.patch(changes))
+
+
 def graph_break_reasons() -> Counter[str]:
     """How often Dynamo left a graph, by its reason."""
     return Counter(_dynamo.utils.counters["graph_break"])
@@ -105,6 +117,11 @@ def is_gradient(desc: Any) -> bool:
     while isinstance(desc, _desc.SubclassGetAttrAOTOutput):
         desc = desc.base
     return isinstance(desc, _desc.GradAOTOutput)
+
+
+def overwritten(desc: Any) -> Any:
+    """What describes the input that a joint graph's output is written to after the forward, or None."""
+    return desc.mutated_input if isinstance(desc, _desc.InputMutationAOTOutput) else None
 
 
 def is_tangent(desc: Any) -> bool:
@@ -251,6 +268,17 @@ def expression(value: Any) -> Any:
     return value.node.expr if hasattr(value.node, "expr") else str(value)
 
 
+def hint(value: int | torch.SymInt, fallback: int = 4096) -> int:
+    """The value that a size had when the graph was captured; the fallback, which is torch's, for an unbacked one."""
+    if isinstance(value, int):
+        return value
+    if not hasattr(value.node, "expr"):
+        return fallback
+    known = value.node.shape_env.backed_var_to_val
+    found = value.node.expr.subs({symbol: known[symbol] for symbol in value.node.expr.free_symbols if symbol in known})
+    return int(found) if found.is_Integer else fallback
+
+
 def symbol_hints(value: Any) -> dict[str, int]:
     """The symbols in a symbolic value and the values they had when the graph was captured; unbacked ones left out."""
     if not hasattr(value.node, "expr"):
@@ -285,6 +313,11 @@ class FakeRun:
     def call(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self.mode, torch.no_grad():
             return target(*args, **kwargs)
+
+
+def settings() -> tuple[str, ...]:
+    """What AOTAutograd and Inductor are set to."""
+    return tuple(cast(Any, config).get_hash().hex() for config in (_functorch_config, _inductor_config))
 
 
 def inductor_cache_dir() -> str:

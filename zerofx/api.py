@@ -38,6 +38,8 @@ def compile(  # noqa: A001
     persist_below: int = 10_000,
     bucket_mb: float | None = None,
     prefetch: int = 1,
+    memory: str | int | float | None = None,
+    recompute: float | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     init_fn: InitFn | None = None,
     sync_init: bool = True,
@@ -70,6 +72,15 @@ def compile(  # noqa: A001
             as make a message's latency a tenth of its time, on the group's backend (`python -m zerofx tune`).
         prefetch: how many buckets of parameters are gathered ahead of their first use, where collectives run beside
             the computation; on gloo, whose collectives take the cores that compute, none is.
+        memory: what a rank may hold while it trains: bytes (`"20GiB"`, or an int), or a float up to 1, a fraction of
+            the GPU's memory or of the rank's part of the host's. Counted are parameters, gradients, AdamW's two
+            moments, and what the graphs of the model hold at most by a forecast from shapes; not the loss outside of
+            the model, nor what kernels, allocators and CUDA itself take. At stage 3 parameters stay gathered from
+            forward to backward, largest first, as far as that fits; if nothing does, activations are computed again.
+            Ranks decide once, at the first training graph, for the one that needs most.
+        recompute: the share, from 0 to 1, of the bytes of activations that the backward computes again and does not
+            save, those first that cost least; the least that `memory` starts from. What draws random numbers, attention
+            among it, is always saved. By default only what torch's partition computes again by itself.
         ignored_params: parameters that are left alone: neither sharded nor synchronised, their gradients not reduced.
         init_fn: writes the parameters and buffers of one module, for a model on the meta device; default: the module's
             own `reset_parameters()`. Modules are made and cut one by one, so no rank ever holds the whole model.
@@ -87,6 +98,8 @@ def compile(  # noqa: A001
         ConfigError: an argument has a value that is not allowed.
         ModelError: the model holds something that cannot be sharded.
         RankMismatchError: ranks differ in the model or the arguments.
+
+    The first forward for training raises MemoryLimitError where a step needs more than `memory` in any way.
     """
     problem: Exception | None = None
     facts: dict[str, Any] = {}
@@ -107,7 +120,18 @@ def compile(  # noqa: A001
         refuse_stages(stage)
         ignored = parameters_of(ignored_params)
         config = Config(
-            stage, persist_below, bucket_mb, prefetch, sync_init, backend, passes, dynamic, fullgraph, per_block
+            stage,
+            persist_below,
+            bucket_mb,
+            prefetch,
+            memory,
+            recompute,
+            sync_init,
+            backend,
+            passes,
+            dynamic,
+            fullgraph,
+            per_block,
         )
         order = passes_of(config, backend_of(group, device))
         if config.per_block:

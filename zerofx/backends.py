@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Interpreter
@@ -44,3 +44,36 @@ def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any]
             capture.infer(graph)
 
     return _torch.inductor_compile(gm, inputs, capture.partition, infer, uuid, use_caches)
+
+
+class Joint(NamedTuple):
+    """A joint graph as it comes to the partition, and what comes with it."""
+
+    graph: GraphModule
+    inputs: Sequence[Any]
+    options: dict[str, Any]
+
+
+class _StopError(Exception):
+    """Ends a compilation at its partition."""
+
+
+def trace(backend: str, gm: GraphModule, inputs: Sequence[Any]) -> Joint | None:
+    """The joint graph that the backend will be given to cut, and nothing compiled; None where there is no backward."""
+    found = list[Joint]()
+
+    def stop(graph: GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        found.append(Joint(graph, given, options))
+        raise _StopError
+
+    def ignore(*_: Any) -> Any:
+        raise _StopError
+
+    try:
+        if backend == "interpreter":
+            _torch.aot_compile(gm, inputs, ignore, ignore, stop)
+        else:
+            _torch.inductor_compile(gm, inputs, stop, ignore, "trace", use_caches=False)
+    except _StopError:
+        pass
+    return found[0] if found else None

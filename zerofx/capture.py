@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +14,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.blocks import Users
+from zerofx.decide import NOTHING_DECIDED, Decision, Forecast
 from zerofx.edit import map_per_rank, set_local_rows
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.manager import Pass, Step, run
 from zerofx.mesh import Mesh
+from zerofx.need import need_of
 from zerofx.program import (
     Level,
     Program,
@@ -28,7 +32,9 @@ from zerofx.program import (
     source,
     tag,
 )
+from zerofx.recompute import Chosen, choose, graph_name, put
 from zerofx.text import show
+from zerofx.unrepeatable import save_unrepeatable
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
 MARKERS = {zerofx.unshard.default, zerofx.reduce_grad.default}
@@ -46,8 +52,10 @@ class Capture:
     mesh: Mesh
     layout: Layout
     rank: int
+    decision: Decision = NOTHING_DECIDED
     in_parts: bool = False
     kind: str = ""
+    chosen: Chosen | None = None
     steps: list[Step] = field(default_factory=list)
     users: Users | None = None
 
@@ -58,15 +66,8 @@ class Capture:
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Runs the logical passes on a joint graph, cuts it into forward and backward, and runs the physical passes."""
-        self.kind = "train"
-        program = self._start("joint", joint.graph)
-        joint.recompile()
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        _put_objects_last(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
-        program.graphs = {"forward": forward.graph, "backward": backward.graph}
-        _tag_halves(program, output_tags(joint.graph), kwargs["num_fwd_outputs"])
-        program.level = Level.PHYSICAL
-        self._finish(program)
+        program, forward, backward = self._cut(joint, inputs, **kwargs)
+        self._localise(program)
         forward.recompile()
         backward.recompile()
         return forward, backward
@@ -76,7 +77,14 @@ class Capture:
         self.kind = "inference"
         program = self._start("inference", graph)
         program.level = Level.PHYSICAL
-        self._finish(program)
+        self.steps += run(program, self.passes)
+        self._localise(program)
+
+    def forecast(self, joint: GraphModule, inputs: Sequence[Any], steady: int, **kwargs: Any) -> Forecast:
+        """What a step will hold beside `steady` bytes, when the graph, which stays as it is, is cut as decided."""
+        module = GraphModule(joint, copy.deepcopy(joint.graph))
+        program, *_ = self._cut(module, inputs, **kwargs)
+        return Forecast(need_of(program, steady), self.chosen)
 
     def _start(self, name: str, graph: Graph) -> Program:
         program = Program({name: graph}, self.mesh, self.layout)
@@ -85,14 +93,37 @@ class Capture:
         self.steps += run(program, self.passes)
         return program
 
-    def _finish(self, program: Program) -> None:
-        if "forward" in program.graphs:
-            self.steps.append(Step("partition", show(program), 0.0))
+    def _cut(
+        self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[Program, GraphModule, GraphModule]:
+        """The program of rank 0 after all passes, and its two halves."""
+        self.kind = "train"
+        program = self._start("joint", joint.graph)
+        save_unrepeatable(joint.graph)
+        joint.recompile()
+        self.chosen = self._choose(joint, inputs, **kwargs)
+        with nullcontext() if self.chosen is None else _torch.activation_budget(1.0):
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        _put_objects_last(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        program.graphs = {"forward": forward.graph, "backward": backward.graph}
+        _tag_halves(program, output_tags(joint.graph), kwargs["num_fwd_outputs"])
+        program.level = Level.PHYSICAL
+        self.steps.append(Step("partition", show(program), 0.0))
         self.steps += run(program, self.passes)
-        self._settle(program)
+        return program, forward, backward
 
-    def _settle(self, program: Program) -> None:
-        """Makes the graphs those of this rank."""
+    def _choose(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Chosen | None:
+        """Tells the partition what to compute again, as decided for such graphs or else for this one alone."""
+        if not self.decision.recompute:
+            return None
+        chosen = self.decision.chosen
+        if chosen is None or chosen.graph != graph_name(joint.graph):
+            chosen = choose(joint, inputs, self.decision.recompute, **kwargs)
+        put(chosen, joint.graph)
+        return chosen
+
+    def _localise(self, program: Program) -> None:
+        """Makes the program that of this rank."""
         place = self.mesh.coordinate(self.rank, "dp")
         sizes = {param.name: param.local_size(self.mesh.axis("dp").size, place) for param in program.layout}
         for graph in program.graphs.values():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zerofx.allowance import Memory, is_memory
 from zerofx.cost import link
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Config:
     persist_below: int = 10_000
     bucket_mb: float | None = None
     prefetch: int = 1
+    memory: Memory | None = None
+    recompute: float | None = None
     sync_init: bool = True
     backend: str = "inductor"
     passes: Rewrite | None = None
@@ -48,12 +51,23 @@ class Config:
             _refuse("bucket_mb", self.bucket_mb, "a number of MiB, more than 0, or None")
         if type(self.prefetch) is not int or self.prefetch < 0:
             _refuse("prefetch", self.prefetch, "a number of buckets, 0 or more")
+        if self.memory is not None and not is_memory(self.memory):
+            _refuse("memory", self.memory, "bytes such as '20GiB', a fraction of the device's more than 0.0, or None")
+        if self.recompute is not None and (type(self.recompute) not in (int, float) or not 0 <= self.recompute <= 1):
+            _refuse("recompute", self.recompute, "a share of the activations, from 0 to 1, or None")
         if self.backend not in BACKENDS:
             _refuse("backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}")
         if self.passes is not None and not callable(self.passes):
             _refuse("passes", self.passes, "a function from the default tuple of passes to another tuple")
         if self.dynamic not in (None, True, False):
             _refuse("dynamic", self.dynamic, "None, True or False")
+        for field in ("memory", "recompute") if self.backend == "eager" else ():
+            if getattr(self, field):
+                _refuse(field, getattr(self, field), "left out with backend='eager', which makes no graph to decide on")
+        if self.memory is not None and self.per_block is True:
+            _refuse(
+                "memory", self.memory, "left out with per_block=True: no block's graph foresees what the others hold"
+            )
         for field in ("sync_init", "fullgraph", "per_block"):
             if not isinstance(getattr(self, field), bool):
                 _refuse(field, getattr(self, field), "True or False")
@@ -69,6 +83,8 @@ class Config:
             "persist_below": self.persist_below,
             "bucket_mb": self.bucket_mb,
             "prefetch": self.prefetch,
+            "memory": self.memory,
+            "recompute": self.recompute,
             "sync_init": self.sync_init,
             "backend": self.backend,
             "dynamic": self.dynamic,

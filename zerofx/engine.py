@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,17 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from zerofx import _torch, records
-from zerofx.backends import inductor, interpret
+from zerofx.agree import RankMismatchError
+from zerofx.backends import Joint, inductor, interpret
 from zerofx.blocks import Users, compile_pieces
 from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
 from zerofx.config import Config
+from zerofx.decide import NOTHING_DECIDED, Decision, Forecast, MemoryLimitError, Settled
 from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.mesh import Mesh
 from zerofx.notes import Halves, compiling, halves_of, note_call, noted
+from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.running import RUNNING
+from zerofx.settle import Graph, settle
 from zerofx.swap import READS
 from zerofx.watch import follow
 from zerofx.writes import lent_outputs, refuse_writes
@@ -50,9 +54,10 @@ class Engine:
         self.captures: list[Capture] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.warned = False
+        self.settled: Settled | None = None
 
-    def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
-        return Engine, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored)
+    def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
+        return _again, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.settled)
 
     def attach(self, model: nn.Module) -> None:
         """Makes calls of the model run compiled."""
@@ -84,7 +89,9 @@ class Engine:
         if self.config.per_block:
             layout = layout.of(params.values())
         refuse_writes(gm, params)
-        capture = Capture(params, self.passes, self.mesh, layout, self.rank)
+        if self.settled is None and self._decides(inputs, params):
+            self.settled = self._settle(gm, inputs, params, layout)
+        capture = self._capture(params, layout, self.decision)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
             return capture, interpret(capture, gm, inputs)
@@ -104,6 +111,36 @@ class Engine:
             return capture.users
         halves = halves_of(text, where)
         return lambda args: halves
+
+    @property
+    def decision(self) -> Decision:
+        """What training graphs go by: nothing but the passes until the first one is there."""
+        return NOTHING_DECIDED if self.settled is None else self.settled.decision
+
+    def _capture(self, params: Mapping[int, str], layout: Layout, decision: Decision) -> Capture:
+        passes = tuple(
+            replace(step, keep=decision.keep) if isinstance(step, ReleaseAfterUse) else step for step in self.passes
+        )
+        return Capture(params, passes, self.mesh, layout, self.rank, decision)
+
+    def _decides(self, inputs: Sequence[Any], params: Mapping[int, str]) -> bool:
+        """Whether a graph is for training, in a model for which `memory` or `recompute` ask for a decision."""
+        asked = self.config.memory is not None or bool(self.config.recompute)
+        return asked and torch.is_grad_enabled() and any(inputs[place].requires_grad for place in params)
+
+    def _settle(self, gm: GraphModule, inputs: Sequence[Any], params: Mapping[int, str], layout: Layout) -> Settled:
+        """Decides once, with the other ranks; graphs that are compiled later go by it."""
+
+        def cut(joint: Joint, decision: Decision, steady: int) -> Forecast:
+            capture = self._capture(params, layout, decision)
+            return capture.forecast(joint.graph, joint.inputs, steady, **joint.options)
+
+        model = self.model()
+        assert model is not None
+        releases = any(isinstance(step, ReleaseAfterUse) for step in self.passes)
+        keepable = [param.name for param in layout if param.dim is not None and releases]
+        graph = Graph(gm, inputs, cut, records.key(gm, inputs, params, self.digest()))
+        return settle(self.config, model, graph, keepable, self.group, self.mesh.world)
 
     def refuse_new_parameters(self) -> None:
         """Raises ModelError for a parameter that a module brought along which was put in after zerofx.compile."""
@@ -140,7 +177,16 @@ class Engine:
     def digest(self) -> str:
         """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""
         text = "".join([records.source(), *map(_describe, self.passes), repr(self.mesh), repr(self.layout)])
+        text += repr(self.decision)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _again(*args: Any) -> Engine:
+    """The engine of a copied model, which goes by the decision that was made for the first."""
+    *own, settled = args
+    engine = Engine(*own)
+    engine.settled = settled
+    return engine
 
 
 def _describe(step: Pass) -> str:
@@ -171,7 +217,7 @@ class CompiledCall:
         except BaseException as error:
             error = _torch.backend_error(error)
             note_call(engine.group, error)
-            if isinstance(error, (LostWriteError, ModelError)):
+            if isinstance(error, (LostWriteError, MemoryLimitError, ModelError, RankMismatchError)):
                 raise error from None
             raise
         if eager_reads and before is not None:

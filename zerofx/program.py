@@ -27,7 +27,7 @@ class Invariant(Enum):
 
     MARKED = "parameters are read only by zerofx::unshard and their gradients leave only through zerofx::reduce_grad"
     MERGED = "each parameter is unsharded at most once a graph and its gradient reduced at most once"
-    RELEASED = "no gathered parameter is saved for the backward"
+    RELEASED = "no gathered parameter is saved for the backward, but for those chosen to be kept, gathered once"
     KEPT = "no parameter is gathered again in the backward"
     GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
     REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
@@ -128,6 +128,12 @@ def is_recomputed(node: Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
+def is_view(node: Node) -> bool:
+    """Whether the node's result may share its input's storage."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
 def placeholders(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
@@ -137,7 +143,8 @@ class Program:
     """The graphs under their names: `joint` at the logical level, `forward` and `backward` at the physical one,
     and `inference` alone at both for a region that has no backward.
 
-    `under_way` holds how many collectives of a role the schedule allows to be issued and not waited for.
+    `under_way` holds how many collectives of a role the schedule allows to be issued and not waited for, and `kept` the
+    parameters that stay gathered for the backward where others are released.
 
     Graphs are those of rank 0 with `PerRank` ints where ranks differ, so that all ranks share one program.
     """
@@ -148,6 +155,7 @@ class Program:
     level: Level = Level.LOGICAL
     holds: set[Invariant] = field(default_factory=set)
     under_way: dict[str, int] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
 
 def stored_parameters(program: Program) -> Iterator[tuple[Graph, Node, Tag]]:

@@ -50,14 +50,37 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value.dtype} {value.device.type} {value.requires_grad} {shape}"
 
 
+def shapes_key(key: str, inputs: Sequence[Any], steady: int) -> str:
+    """Names a captured graph together with the values of its sizes, and with what torch is set to."""
+    sizes = [[_torch.hint(size) for size in value.shape] for value in inputs if isinstance(value, Tensor)]
+    sizes += [[_torch.hint(value)] for value in inputs if isinstance(value, torch.SymInt)]
+    return hashlib.sha256(repr((key, steady, sizes, _torch.settings())).encode()).hexdigest()
+
+
+def forecasts(name: str) -> dict[str, Any]:
+    """What was foreseen for a graph with each decision that was thought of; nothing where there is no whole record."""
+    try:
+        return dict(json.loads(gzip.decompress(_path(name).read_bytes())))
+    except (OSError, EOFError, ValueError):
+        return {}
+
+
+def save_forecasts(name: str, told: dict[str, Any]) -> None:
+    """Writes them, as `save` does."""
+    _write(name, told)
+
+
 def save(name: str, capture: Capture) -> None:
     """Writes the steps; a record that cannot be written is only missed by a later process."""
+    _write(name, {"kind": capture.kind, "steps": [asdict(step) for step in capture.steps]})
+
+
+def _write(name: str, told: dict[str, Any]) -> None:
     path = _path(name)
-    text = json.dumps({"kind": capture.kind, "steps": [asdict(step) for step in capture.steps]})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(gzip.compress(text.encode()))
+            file.write(gzip.compress(json.dumps(told).encode()))
         Path(file.name).replace(path)
     except OSError:
         return

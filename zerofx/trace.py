@@ -119,7 +119,7 @@ class _Traced(Capture):
 
     program: Program | None = None
 
-    def _settle(self, program: Program) -> None:
+    def _localise(self, program: Program) -> None:
         self.program = program
 
     def infer_whole(self, gm: GraphModule, _: Any) -> GraphModule:

@@ -145,17 +145,21 @@ def _merged(program: Program) -> None:
 def _released(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=UNSHARD):
-            cut = _param_of(program, Invariant.RELEASED, node).dim is not None
-            joint = "joint" in program.graphs
-            if cut and joint and not is_recomputed(node):
+            param = _param_of(program, Invariant.RELEASED, node)
+            if "joint" not in program.graphs or param.dim is None:
+                continue
+            if param.name in program.kept and not is_saved(node):
+                fail(program, Invariant.RELEASED, node, "it may be computed again", "tag it MUST_SAVE")
+            if param.name not in program.kept and not is_recomputed(node):
                 fail(program, Invariant.RELEASED, node, "it may be saved", "tag it MUST_RECOMPUTE")
         for value, known in zip(outputs(graph), output_tags(graph), strict=True):
             if value is None or known is None or known.role != "saved":
                 continue
             origin = _gathered_origin(value, program)
-            if origin is not None:
+            if origin is not None and not program.kept.issuperset(origin):
                 found = f"it holds the gathered {', '.join(origin)} until the backward"
                 fail(program, Invariant.RELEASED, value, found, "save the shard and gather again")
+    _not_gathered_again(program, Invariant.RELEASED, program.kept)
 
 
 def _kept(program: Program) -> None:
@@ -163,9 +167,16 @@ def _kept(program: Program) -> None:
         for node in graph.find_nodes(op="call_function", target=UNSHARD):
             if "joint" in program.graphs and not is_saved(node):
                 fail(program, Invariant.KEPT, node, "it may be computed again", "tag it MUST_SAVE")
+    _not_gathered_again(program, Invariant.KEPT, frozenset(param.name for param in program.layout))
+
+
+def _not_gathered_again(program: Program, invariant: Invariant, names: frozenset[str]) -> None:
     for node in program.graphs["backward"].nodes if "backward" in program.graphs else ():
-        if (known := tag(node)) and known.role == "unshard" and (node.target is UNSHARD or is_gather(node)):
-            fail(program, Invariant.KEPT, node, "it is gathered in the backward", "save it in the forward")
+        known = tag(node)
+        if known is None or known.role != "unshard" or names.isdisjoint(known.params):
+            continue
+        if node.target is UNSHARD or is_gather(node):
+            fail(program, invariant, node, "it is gathered in the backward", "save it in the forward")
 
 
 def _gathered_origin(node: Node, program: Program) -> tuple[str, ...] | None:

@@ -134,6 +134,7 @@ REFUSALS = [
     Refusal("fullgraph", Net, always(fullgraph=None), ("fullgraph=None", "True or False")),
     Refusal("sync_init", Net, always(sync_init="yes"), ("sync_init='yes'", "True or False")),
     Refusal("per_block", Net, always(per_block=2), ("per_block=2", "True or False")),
+    Refusal("memory_blocks", Net, always(per_block=True, memory=0.5), ("memory=0.5", "left out with per_block=True")),
     Refusal("no_blocks", Net, always(per_block=True), ("ModelError", "no ModuleList", "leave per_block out")),
     Refusal("passes", Net, always(passes=[]), ("passes=[]", "a function from the default tuple of passes")),
     Refusal("order", Net, always(passes=lambda order: order[::-1]), ("PassOrderError", "insert one that does")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from tests.meaning import Ranks, assert_same_bits, mean
 from tests.models import GPT, SEQ, VOCAB
 from zerofx.capture import Capture
 from zerofx.config import STAGES, Config
+from zerofx.decide import NOTHING_DECIDED, Decision
 from zerofx.layout import Layout, ParamLayout
 from zerofx.manager import run
 from zerofx.mesh import Mesh
+from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Invariant, Program, Tag, output_node, output_tags, outputs, placeholders, tag
 from zerofx.recipe import recipe
 from zerofx.simulate import scatter, simulate
 from zerofx.text import parse
+from zerofx.textgraph import read
 
 KEEPS = {0: set(), 1: {Invariant.KEPT}, 2: {Invariant.KEPT}, 3: {Invariant.RELEASED}}
 SIZES = (1, 64, 2**10, 2**30)  # of a bucket: less than any tensor, one or two, a few, the whole model
@@ -49,7 +53,7 @@ def loss_of(model: GPT) -> Callable[..., torch.Tensor]:
     return lambda ids, targets: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def compiled(model: GPT, batch: Batch, config: Config, world: int) -> Capture:
+def compiled(model: GPT, batch: Batch, config: Config, world: int, decision: Decision = NOTHING_DECIDED) -> Capture:
     """What the recipe and the partition make of the loss; what runs stays eager."""
     named = dict(model.named_parameters())
     names = {id(param): name for name, param in named.items()}
@@ -58,7 +62,11 @@ def compiled(model: GPT, batch: Batch, config: Config, world: int) -> Capture:
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
-        captures.append(Capture(params, recipe(config), Mesh.of(dp=world), layout, rank=0))
+        order = recipe(config)
+        order = tuple(
+            replace(step, keep=decision.keep) if isinstance(step, ReleaseAfterUse) else step for step in order
+        )
+        captures.append(Capture(params, order, Mesh.of(dp=world), layout, 0, decision))
         aot_module_simplified(gm, inputs, lambda half, _: half, partition_fn=captures[0].partition)
         return gm.forward
 
@@ -69,9 +77,11 @@ def compiled(model: GPT, batch: Batch, config: Config, world: int) -> Capture:
     return capture
 
 
-def compiled_program(model: GPT, batch: Batch, config: Config, world: int) -> Program:
+def compiled_program(
+    model: GPT, batch: Batch, config: Config, world: int, decision: Decision = NOTHING_DECIDED
+) -> Program:
     """The forward and backward at the end."""
-    return parse(compiled(model, batch, config, world).steps[-1].text)
+    return parse(compiled(model, batch, config, world, decision).steps[-1].text)
 
 
 def with_buckets_of(size: int, stage: int, capture: Capture) -> Program:
@@ -180,3 +190,60 @@ def test_nothing_gathered_is_saved_and_the_tied_weight_is_gathered_once_in_each_
     forward = program.graphs["forward"]
     saved = {v.name for v, known in zip(outputs(forward), output_tags(forward), strict=True) if known == Tag("saved")}
     assert {n.name for n in forward.nodes if tag(n) == Tag("shard", ("tokens.weight",))} <= saved
+
+
+BLOCK = tuple(f"blocks.0.{name}.weight" for name in ("qkv", "proj", "up", "down"))
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("keep", [(), BLOCK[:2], ("tokens.weight", *BLOCK)])
+def test_what_is_kept_and_what_is_computed_again_changes_no_bit(keep: tuple[str, ...], recompute: float) -> None:
+    model, given = tied_gpt(), batches(3)
+    config = Config(stage=3, persist_below=100)
+    program = compiled_program(model, given[0], config, 3, Decision(keep, recompute))
+    losses, grads = sharded_step(program, model, given)
+    expected_losses, whole = eager_step(model, given)
+    assert_same_bits([losses], [expected_losses])
+    assert grads.keys() == whole.keys()
+    for name, found in grads.items():
+        assert_same_bits([found], [scatter(mean(whole[name]), program.layout[name], program.mesh)])
+    again = [name for node in issued(program, "backward", "all_gather") for name in node.meta["zerofx"].params]
+    assert set(again) >= {"tokens.weight", *BLOCK} - set(keep) and not set(again) & set(keep)
+
+
+def saved_bytes(program: Program) -> int:
+    """Of activations: what the forward saves and was not given."""
+    forward = program.graphs["forward"]
+    pairs = zip(outputs(forward), output_tags(forward), strict=True)
+    return sum(v.meta["val"].nbytes for v, known in pairs if known == Tag("saved") and v.op != "placeholder")
+
+
+def test_activations_that_are_saved_are_the_share_that_is_not_computed_again() -> None:
+    model, given = tied_gpt(), batches(2)
+    config = Config(stage=3, persist_below=100)
+    whole, half, none = (
+        saved_bytes(compiled_program(model, given[0], config, 2, Decision(recompute=share)))
+        for share in (0.0, 0.5, 1.0)
+    )
+    assert 0.3 * whole < half < 0.55 * whole
+    assert none < 0.2 * whole  # attention's result, which is not computed again
+
+
+def test_a_graph_of_another_shape_computes_the_same_again() -> None:
+    model, (batch, *_) = tied_gpt(), batches(2)
+    config = Config(stage=3, persist_below=100)
+    smaller = tuple(part[:1, :5] for part in batch)
+    first = compiled(model, batch, config, 2, Decision(recompute=0.5))
+    chosen = first.chosen
+    assert chosen is not None and chosen.again
+    second = compiled(model, smaller, config, 2, Decision(recompute=0.5, chosen=chosen))
+    assert second.chosen == chosen
+    calls = [
+        [
+            (part.name, row.name, row.collective, row.params)
+            for part in read(capture.steps[-1].text).graphs
+            for row in part.sent
+        ]
+        for capture in (first, second)
+    ]
+    assert calls[0] == calls[1]

@@ -35,6 +35,9 @@ CALLS: dict[Any, tuple[str, ...]] = {
     desc.SubclassGetAttrAOTInput: ("base",),
     desc.SubclassGetAttrAOTOutput: ("base",),
     desc.TangentAOTInput: (),
+    desc.InputMutationAOTOutput: ("mutated_input",),
+    _torch._functorch_config.get_hash: (),
+    _torch._inductor_config.get_hash: (),
     desc.SavedForBackwardsAOTOutput: (),
     desc.SavedForBackwardsNoVcCheckAOTOutput: (),
 }
@@ -55,6 +58,7 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
     [
         (_torch._dynamo.config, ["skip_nnmodule_hook_guards"]),
         (_torch._dynamo.utils, ["counters"]),
+        (_torch._functorch_config, ["activation_memory_budget", "backward_pass_autocast"]),
         (_torch._BackendCompilerFailed(None, ValueError(), None), ["inner_exception"]),
         (_torch._FakeTensorMode().from_tensor(torch.ones(1)), ["fake_mode"]),
         (torch.ones(1).untyped_storage(), ["_cdata"]),

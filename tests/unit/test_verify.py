@@ -93,6 +93,42 @@ def test_a_gathered_parameter_is_not_left_to_the_partition() -> None:
     assert said == "read in joint: it may be saved; tag it MUST_RECOMPUTE"
 
 
+KEPT_ONE = Golden.read(GOLDEN / "release_after_use" / "one_of_two_is_kept.txt").after
+
+
+@pytest.mark.parametrize(
+    ("kept", "edit", "said"),
+    [
+        ("v", (", keep=True", ""), "unshard_1 in joint: it may be computed again; tag it MUST_SAVE"),
+        ("w", (", keep=True", ""), "unshard in joint: it may be computed again; tag it MUST_SAVE"),
+        ("v", (", recompute=True", ", keep=True"), "unshard in joint: it may be saved; tag it MUST_RECOMPUTE"),
+    ],
+)
+def test_only_what_is_chosen_to_be_kept_may_be_saved(kept: str, edit: Edit, said: str) -> None:
+    program = edited(KEPT_ONE, [], {Invariant.RELEASED})
+    program.kept = frozenset({"v"})
+    check(program)
+    program = edited(KEPT_ONE, [edit], {Invariant.RELEASED})
+    program.kept = frozenset({kept})
+    with pytest.raises(InvariantError) as raised:
+        check(program)
+    assert said in str(raised.value)
+
+
+AGAIN = {name: case for name, case in KEPT.items() if case[0] is PHYSICAL}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_is_kept_is_not_gathered_again(name: str) -> None:
+    text, edits, said = AGAIN[name]
+    program = edited(text, edits, {Invariant.RELEASED})
+    check(program)
+    program.kept = frozenset(param.name for param in program.layout)
+    with pytest.raises(InvariantError) as raised:
+        check(program)
+    assert said in str(raised.value)
+
+
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_keeps_the_invariants_is_not_refused(name: str) -> None:
     text, edits = ALLOWED[name]
