@@ -17,14 +17,14 @@ BACKENDS = ("nccl", "gloo")
 
 
 def pass_table() -> str:
-    """The default passes of all stages and backends in their order, as a Markdown table."""
+    """The default passes of all stages and backends, and of `reduce_dtype`, in their order, as a Markdown table."""
     stages: dict[str, set[int]] = {}
     backends: dict[str, set[str]] = {}
     passes: list[Pass] = []
     for backend in BACKENDS:
         for stage in reversed(STAGES):
             place = 0
-            for step in recipe(Config(stage=stage), backend):
+            for step in recipe(Config(stage=stage, reduce_dtype="bf16"), backend):
                 if step.name not in stages:
                     passes.insert(place, step)
                 place = [known.name for known in passes].index(step.name) + 1

@@ -38,6 +38,8 @@ def compile(  # noqa: A001
     persist_below: int = 10_000,
     bucket_mb: float | None = None,
     prefetch: int = 1,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
     memory: str | int | float | None = None,
     recompute: float | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
@@ -72,6 +74,11 @@ def compile(  # noqa: A001
             as make a message's latency a tenth of its time, on the group's backend (`python -m zerofx tune`).
         prefetch: how many buckets of parameters are gathered ahead of their first use, where collectives run beside
             the computation; on gloo, whose collectives take the cores that compute, none is.
+        precision: `bf16` or `fp16` calls the model under torch.autocast to that dtype, `fp32` with autocast off; by
+            default as the caller has it. Parameters, their gradients and the optimizer stay as they are, and what the
+            model returns has the dtypes that autocast gives it. With `fp16`, scale the loss with torch.amp.GradScaler.
+        reduce_dtype: the dtype in which graphs reduce gradients: `fp32`, `bf16` or `fp16`. By default that of the
+            parameter, which is also the one in which they are added up in `p.grad`.
         memory: what a rank may hold while it trains: bytes (`"20GiB"`, or an int), or a float up to 1, a fraction of
             the GPU's memory or of the rank's part of the host's. Counted are parameters, gradients, AdamW's two
             moments, and what the graphs of the model hold at most by a forecast from shapes; not the loss outside of
@@ -132,6 +139,8 @@ def compile(  # noqa: A001
             dynamic,
             fullgraph,
             per_block,
+            precision,
+            reduce_dtype,
         )
         order = passes_of(config, backend_of(group, device))
         if config.per_block:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zerofx.allowance import Memory, is_memory
 from zerofx.cost import link
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from zerofx.manager import Pass
 
 STAGES = (0, 1, 2, 3)
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+REDUCE_DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+"""Names of dtypes, and those of the programs' text."""
 BACKENDS = ("inductor", "interpreter", "eager")
 Rewrite = Callable[[tuple["Pass", ...]], tuple["Pass", ...]]
 
@@ -41,6 +46,8 @@ class Config:
     dynamic: bool | None = None
     fullgraph: bool = False
     per_block: bool = False
+    precision: str | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in STAGES:
@@ -59,6 +66,10 @@ class Config:
             _refuse("backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}")
         if self.passes is not None and not callable(self.passes):
             _refuse("passes", self.passes, "a function from the default tuple of passes to another tuple")
+        for field, names in (("precision", PRECISIONS), ("reduce_dtype", REDUCE_DTYPES)):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, str) and value in names):
+                _refuse(field, value, f"one of {', '.join(map(repr, names))}, or None")
         if self.dynamic not in (None, True, False):
             _refuse("dynamic", self.dynamic, "None, True or False")
         for field in ("memory", "recompute") if self.backend == "eager" else ():
@@ -90,4 +101,6 @@ class Config:
             "dynamic": self.dynamic,
             "fullgraph": self.fullgraph,
             "per_block": self.per_block,
+            "precision": self.precision,
+            "reduce_dtype": self.reduce_dtype,
         }

@@ -7,6 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from zerofx.backends import Joint, inductor, interpret
 from zerofx.blocks import Users, compile_pieces
 from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
-from zerofx.config import Config
+from zerofx.config import PRECISIONS, Config
 from zerofx.decide import NOTHING_DECIDED, Decision, Forecast, MemoryLimitError, Settled
 from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
@@ -67,6 +68,15 @@ class Engine:
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
         if self.config.per_block and self.config.backend != "eager":
             compile_pieces(model, self.torch_compile)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the model is called in, as `precision` says."""
+        if self.config.precision is None:
+            return nullcontext()
+        model, dtype = self.model(), PRECISIONS[self.config.precision]
+        assert model is not None
+        device = next((param.device.type for param in model.parameters()), "cpu")
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
     def torch_compile(self, call: Callable[..., Any]) -> Callable[..., Any]:
         options: dict[str, Any] = {"dynamic": self.config.dynamic, "fullgraph": self.config.fullgraph}
@@ -209,10 +219,10 @@ class CompiledCall:
         try:
             if engine.config.backend == "eager":
                 engine.refuse_new_parameters()
-                with RUNNING.forward():
+                with RUNNING.forward(), engine.autocast():
                     return self.call(*args, **kwargs)
             before = None if engine.warned else _torch.graph_break_reasons()
-            with RUNNING.forward() as eager_reads, _torch.hook_guards():
+            with RUNNING.forward() as eager_reads, engine.autocast(), _torch.hook_guards():
                 result = self.call(*args, **kwargs)
         except BaseException as error:
             error = _torch.backend_error(error)

@@ -157,7 +157,10 @@ def _bound(graph: Graph) -> int:
     """The fewest bytes that the stage's policy allows for a graph: each parameter gathered once wherever it is needed
     (forward, backward) and each gradient reduced once; a replicated one is all-reduced, which costs twice.
     """
-    marked = read(next((step for step in graph.steps if step.name == "partition"), graph.steps[0]).text)
+    steps = {step.name: step for step in graph.steps}
+    marked = read(
+        next(steps[name] for name in ("cast-gradients", "partition", graph.steps[0].name) if name in steps).text
+    )
     world = marked.axes["dp"]
     total = 0
     for part in marked.graphs:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from zerofx.config import Config
+from zerofx.config import REDUCE_DTYPES, Config
 from zerofx.manager import Pass, validate
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
+from zerofx.passes.cast_gradients import CastGradients
 from zerofx.passes.choose_layout import ChooseLayout
 from zerofx.passes.delay_waits import DelayWaits
 from zerofx.passes.insert_all_gather import InsertAllGather
@@ -30,6 +31,7 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
         SinkCasts(),
         *([ReleaseAfterUse()] if config.stage == 3 else []),
         *([KeepGathered()] if config.stage in (1, 2) else []),
+        *([CastGradients(REDUCE_DTYPES[config.reduce_dtype])] if config.reduce_dtype else []),
         InsertAllGather(),
         BucketAllGathers(size),
         InsertReduceScatter(),

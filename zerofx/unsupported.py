@@ -9,7 +9,7 @@ from zerofx.config import ConfigError
 
 HYBRID, CONTEXT, EXPERT = "hybrid sharding (HSDP)", "context parallelism", "expert parallelism"
 TENSOR, PIPELINE, OFFLOAD = "tensor parallelism", "pipeline parallelism", "offload"
-PRECISION, STAGES = "configured mixed precision", "stages per module"
+STAGES = "stages per module"
 ACCUMULATION, WRAPPING = "gradient accumulation without reducing (`no_sync`)", "wrapping of single modules"
 
 MISSING: Mapping[str, str] = {
@@ -19,7 +19,6 @@ MISSING: Mapping[str, str] = {
     TENSOR: "shard the parameters with stage=3 instead",
     PIPELINE: "shard the parameters with stage=3 instead",
     OFFLOAD: "store less on each rank with stage=3, over more ranks if need be",
-    PRECISION: "call the model and the loss under torch.autocast",
     STAGES: "give the whole model one stage, and take parameters out with ignored_params",
     WRAPPING: "leave it out, zerofx buckets what it gathers by size (bucket_mb)",
     ACCUMULATION: "call backward for each micro-batch, which reduces each time and adds up in p.grad",
@@ -51,7 +50,7 @@ ARGUMENTS: Mapping[str, str] = {
     "reshard_after_forward": "FSDP2's word for the stage: True is stage=3 and False is stage=2",
     "shard_placement_fn": "FSDP2's choice of the dimension to shard, which zerofx makes itself: leave it out",
     "dp_mesh_dims": "FSDP2's: name the data-parallel dimension of the mesh 'dp'",
-    "mp_policy": PRECISION,
+    "mp_policy": "FSDP2's: pass precision='bf16', and reduce_dtype",
     "offload_policy": OFFLOAD,
     # FullyShardedDataParallel
     "sharding_strategy": "FSDP's word for the stage: FULL_SHARD is stage=3, SHARD_GRAD_OP stage=2, NO_SHARD stage=0",
@@ -59,7 +58,7 @@ ARGUMENTS: Mapping[str, str] = {
     "auto_wrap_policy": WRAPPING,
     "backward_prefetch": AHEAD,
     "forward_prefetch": AHEAD,
-    "mixed_precision": PRECISION,
+    "mixed_precision": "FSDP's: pass precision='bf16', and reduce_dtype",
     "ignored_modules": "FSDP's: pass their parameters as ignored_params",
     "ignored_states": "FSDP's: pass the parameters as ignored_params",
     "param_init_fn": "FSDP's name for init_fn: pass init_fn",
@@ -94,13 +93,12 @@ ARGUMENTS: Mapping[str, str] = {
     "stage3_param_persistence_threshold": "DeepSpeed's name for persist_below: pass persist_below",
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": "no part of compile: call torch.nn.utils.clip_grad_norm_ before the optimizer's step",
-    "fp16": PRECISION,
-    "bf16": PRECISION,
+    "fp16": "DeepSpeed's: pass precision='fp16', and scale the loss with torch.amp.GradScaler",
+    "bf16": "DeepSpeed's: pass precision='bf16'",
     "mpu": "DeepSpeed's: pass mesh=DeviceMesh.from_group(mpu.get_data_parallel_group(), device_type)",
     # torch and others
     "mode": "torch.compile's: set torch._inductor.config instead",
     "options": "torch.compile's: set torch._inductor.config instead",
-    "precision": PRECISION,
     "offload": OFFLOAD,
     "pipeline": PIPELINE,
     "tp_size": TENSOR,

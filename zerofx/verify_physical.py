@@ -24,6 +24,7 @@ from zerofx.edit import any_arg
 from zerofx.fault import fail
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.program import Invariant, Program, Tag, gradients, is_saved_only, output_node, stored_parameters, tag
+from zerofx.show import DTYPE_NAMES
 
 c10d, zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 UNSHARD, REDUCE = zerofx.unshard.default, zerofx.reduce_grad.default
@@ -150,6 +151,10 @@ def check_reduced(program: Program) -> None:
         if size != stored or _misses_per_rank(value, chain, program):
             found = f"the gradient of {name} has the shape {size} on every rank"
             fail(program, Invariant.REDUCED, value, found, "cut it to the rows that each rank stores")
+        found_dtype, dtype = value.meta["val"].dtype, program.layout[name].dtype
+        if found_dtype is not dtype:
+            found = f"the gradient of {name} is {DTYPE_NAMES[found_dtype]}"
+            fail(program, Invariant.REDUCED, value, found, f"cast it back to {DTYPE_NAMES[dtype]}, as the parameter is")
 
 
 def _check_reduction(program: Program, node: Node, param: ParamLayout) -> None:

@@ -133,6 +133,8 @@ REFUSALS = [
     Refusal("dynamic", Net, always(dynamic="auto"), ("dynamic='auto'", "None, True or False")),
     Refusal("fullgraph", Net, always(fullgraph=None), ("fullgraph=None", "True or False")),
     Refusal("sync_init", Net, always(sync_init="yes"), ("sync_init='yes'", "True or False")),
+    Refusal("precision", Net, always(precision="half"), ("precision='half'", "'fp32', 'bf16', 'fp16', or None")),
+    Refusal("reduce_dtype", Net, always(reduce_dtype=8), ("reduce_dtype=8", "'fp32', 'bf16', 'fp16', or None")),
     Refusal("per_block", Net, always(per_block=2), ("per_block=2", "True or False")),
     Refusal("memory_blocks", Net, always(per_block=True, memory=0.5), ("memory=0.5", "left out with per_block=True")),
     Refusal("no_blocks", Net, always(per_block=True), ("ModelError", "no ModuleList", "leave per_block out")),

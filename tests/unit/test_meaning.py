@@ -14,11 +14,12 @@ from zerofx.config import STAGES, Config
 from zerofx.manager import Pass, run
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
+from zerofx.passes.cast_gradients import CastGradients
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.release_after_use import ReleaseAfterUse
-from zerofx.program import Program
+from zerofx.program import Program, output_tags
 from zerofx.recipe import recipe
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
@@ -98,8 +99,8 @@ def alone(program: Program) -> int:
 def test_the_golden_program_has_the_results_of_the_one_above_it(path: Path) -> None:
     golden = Golden.read(path)
     program = golden.program()
-    # Merging adds before it averages, which rounds otherwise: it is compared where nothing is rounded.
-    inputs = random_inputs(program, exact=isinstance(golden.step, MergeReads))
+    # Merging adds before it averages, which rounds otherwise, as does another dtype: compared where nothing is rounded.
+    inputs = random_inputs(program, exact=isinstance(golden.step, (MergeReads, CastGradients)))
     expected = results(program, *inputs)
     run(program, [golden.step])
     assert_same_bits(results(program, *inputs), expected)
@@ -117,6 +118,28 @@ def test_merged_reads_round_as_one_rank_that_adds_its_gradients(path: Path, worl
     apply(program, MergeReads())
     assert markers(graph) == (1, 1)
     assert_same_bits(results(program, *inputs), expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_cast_gradient_is_the_mean_of_what_each_rank_casts(world: int) -> None:
+    whole, program = Golden.read(SEVERAL).at(world).program(), sharded_program(SEVERAL, world)
+    inputs = random_inputs(whole)
+    found = results(whole, *inputs)
+    dtypes = {place: value.dtype for place, value in enumerate(found[0]) if _is_gradient(whole, place)}
+    low = [[value.bfloat16() if place in dtypes else value for place, value in enumerate(rank)] for rank in found]
+    expected = [
+        [value.to(dtypes[place]) if place in dtypes else value for place, value in enumerate(rank)]
+        for rank in sharded(low, program)
+    ]
+    for step in (MergeReads(), CastGradients("bf16"), *PHYSICAL):
+        apply(program, step)
+        if step.name != "merge-reads":
+            assert_same_bits(results(program, *inputs), expected)
+
+
+def _is_gradient(program: Program, place: int) -> bool:
+    known = output_tags(program.graphs["joint"])[place]
+    return known is not None and known.role == "grad"
 
 
 def markers(graph: Graph) -> tuple[int, int]:

@@ -38,6 +38,14 @@ def test_the_size_of_a_bucket_reaches_both_passes() -> None:
     assert [step.bucket_bytes for step in steps if step.name.startswith("bucket-")] == [2**19, 2**19]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_cast_where_asked(stage: int) -> None:
+    steps = recipe(Config(stage=stage, reduce_dtype="fp16"))
+    validate(steps)
+    (cast,) = [step for step in steps if step.name == "cast-gradients"]
+    assert cast.dtype == "f16" and "cast-gradients" not in names(stage)
+
+
 def test_only_gloo_has_point_to_point_messages() -> None:
     assert [*names(3)[:-1], "prefetch-all-gathers", "delay-waits"] == names(3, "nccl")
     assert names(3)[-1] == "use-point-to-point"
@@ -51,6 +59,7 @@ def test_stage_3_releases_and_stages_1_and_2_keep() -> None:
 
 def test_every_file_is_a_pass_of_some_recipe() -> None:
     used = {name for stage in STAGES for backend in ("gloo", "nccl") for name in names(stage, backend)}
+    used |= {step.name for step in recipe(Config(reduce_dtype="bf16"))}
     assert used == {file.replace("_", "-") for file in FILES}
 
 

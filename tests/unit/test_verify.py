@@ -24,6 +24,9 @@ from tests.broken import (
     Edit,
 )
 from tests.golden_files import GOLDEN, Golden
+from zerofx.manager import run
+from zerofx.passes.cast_gradients import CastGradients
+from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.use_point_to_point import UsePointToPoint
 from zerofx.program import Invariant, Program
 from zerofx.text import parse, show
@@ -220,3 +223,15 @@ CAST = Golden.read(GOLDEN / "sink_casts" / "matmul_under_autocast.txt").after
 def test_a_cast_stored_part_is_only_for_its_marker(edit: Edit, said: str) -> None:
     check(edited(CAST, [], {Invariant.MARKED, Invariant.MERGED}))
     assert said in refused(Invariant.MARKED, CAST, edit)
+
+
+def test_a_gradient_that_was_reduced_in_another_dtype_is_cast_back() -> None:
+    program = Golden.read(GOLDEN / "cast_gradients" / "after_autocast.txt").program()
+    run(program, [CastGradients("bf16"), InsertReduceScatter()])
+    back = "convert_element_type_default @ grad('w')"
+    text = show(program)
+    check(edited(text, [], {Invariant.REDUCED}))
+    (clone,) = [line.split(":")[0].strip() for line in text.splitlines() if "prims.convert" in line]
+    low = text.split(f"{clone}: f32[3, 4] @ reduce_grad('w') = prims.convert_element_type.default(")[1].split(",")[0]
+    said = refused(Invariant.REDUCED, text, (back, f"{low} @ grad('w')"))
+    assert "the gradient of w is bf16; cast it back to f32, as the parameter is" in said
