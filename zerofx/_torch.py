@@ -57,13 +57,17 @@ def outside_graphs(function: F) -> F:
     return cast(F, cast(Any, torch.compiler).disable(function, recursive=False))
 
 
-def own_limit() -> dict[str, Any]:
+def own_limit(modules: int = 1) -> dict[str, Any]:
     """Arguments of torch.compile that let a model count its own recompilations, where torch knows them.
 
-    Otherwise models with the same module classes share one limit, past which the classes' code runs eagerly.
+    Otherwise models with the same module classes share one limit, past which the classes' code runs eagerly. The limit
+    is torch's, and one more for each further module that shares the compiled code.
     """
     known = inspect.signature(torch.compile).parameters
-    return {name: True for name in ("isolate_recompiles",) if name in known}
+    asked: dict[str, Any] = {"isolate_recompiles": True}
+    if modules > 1:
+        asked["recompile_limit"] = _dynamo.config.recompile_limit + modules - 1
+    return {name: value for name, value in asked.items() if name in known}
 
 
 def hook_guards() -> AbstractContextManager[Any]:

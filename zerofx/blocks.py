@@ -17,7 +17,7 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 Shape = tuple[Any, ...]
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Compile = Callable[[Callable[..., Any], int], Callable[..., Any]]
 
 
 def pieces(model: nn.Module) -> Iterator[nn.Module]:
@@ -54,12 +54,13 @@ def _shape(module: nn.Module) -> Shape:
 
 def compile_pieces(model: nn.Module, compile: Compile) -> None:  # noqa: A002
     """Makes calls of the pieces run compiled; pieces with parameters of the same shapes share what is compiled."""
-    shared: dict[Shape, Callable[..., Any]] = {}
+    alike: dict[Shape, list[nn.Module]] = {}
     for piece in pieces(model):
-        shape = _shape(piece)
-        if shape not in shared:
-            shared[shape] = compile(_call())
-        piece.__dict__["_compiled_call_impl"] = functools.partial(shared[shape], piece)
+        alike.setdefault(_shape(piece), []).append(piece)
+    for modules in alike.values():
+        shared = compile(_call(), len(modules))
+        for module in modules:
+            module.__dict__["_compiled_call_impl"] = functools.partial(shared, module)
 
 
 def _call() -> Callable[..., Any]:

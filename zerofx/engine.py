@@ -78,9 +78,10 @@ class Engine:
         device = next((param.device.type for param in model.parameters()), "cpu")
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
-    def torch_compile(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def torch_compile(self, call: Callable[..., Any], modules: int = 1) -> Callable[..., Any]:
+        """The call compiled, which that many modules share."""
         options: dict[str, Any] = {"dynamic": self.config.dynamic, "fullgraph": self.config.fullgraph}
-        return torch.compile(call, backend=self.backend, **options, **_torch.own_limit())
+        return torch.compile(call, backend=self.backend, **options, **_torch.own_limit(modules))
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""

@@ -127,6 +127,30 @@ def test_what_is_around_the_blocks_runs_as_it_is(recompute: bool) -> None:
     assert plain.body["layers"][1][0].weight.grad is None
 
 
+class Numbered(nn.Linear):
+    """Dynamo compiles its forward for the number."""
+
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.number
+
+
+@on_ranks(2)
+def test_blocks_that_differ_in_a_number_are_all_compiled() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*(Numbered(7, 7) for _ in range(10)))
+        for number, block in enumerate(model):
+            block.number = number
+        return model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parameters are read outside")
+        model, plain = both(build, per_block=True)
+        backward(model, plain)
+    assert len(zerofx.inspect(model).graphs) == 10
+
+
 @on_ranks(2)
 def test_frozen_blocks_share_no_graph_with_others() -> None:
     kinds = list(pieces(Stack()))

@@ -56,7 +56,7 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("owner", "attributes"),
     [
-        (_torch._dynamo.config, ["skip_nnmodule_hook_guards"]),
+        (_torch._dynamo.config, ["skip_nnmodule_hook_guards", "recompile_limit"]),
         (_torch._dynamo.utils, ["counters"]),
         (_torch._functorch_config, ["activation_memory_budget", "backward_pass_autocast"]),
         (_torch._BackendCompilerFailed(None, ValueError(), None), ["inner_exception"]),
