@@ -57,6 +57,12 @@ def outside_graphs(function: F) -> F:
     return cast(F, cast(Any, torch.compiler).disable(function, recursive=False))
 
 
+def own_code(function: F) -> F:
+    """Gives the function a code object of its own: by that, Dynamo keeps what it compiled and counts it."""
+    function.__code__ = function.__code__.replace()
+    return function
+
+
 def own_limit(modules: int = 1) -> dict[str, Any]:
     """Arguments of torch.compile that let a model count its own recompilations, where torch knows them.
 

@@ -127,20 +127,20 @@ def compile(  # noqa: A001
         refuse_stages(stage)
         ignored = parameters_of(ignored_params)
         config = Config(
-            stage,
-            persist_below,
-            bucket_mb,
-            prefetch,
-            memory,
-            recompute,
-            sync_init,
-            backend,
-            passes,
-            dynamic,
-            fullgraph,
-            per_block,
-            precision,
-            reduce_dtype,
+            stage=stage,
+            persist_below=persist_below,
+            bucket_mb=bucket_mb,
+            prefetch=prefetch,
+            memory=memory,
+            recompute=recompute,
+            sync_init=sync_init,
+            backend=backend,
+            passes=passes,
+            dynamic=dynamic,
+            fullgraph=fullgraph,
+            per_block=per_block,
+            precision=precision,
+            reduce_dtype=reduce_dtype,
         )
         order = passes_of(config, backend_of(group, device))
         if config.per_block:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from zerofx._torch import own_code
 from zerofx.notes import Halves, halves_of
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -64,13 +65,12 @@ def compile_pieces(model: nn.Module, compile: Compile) -> None:  # noqa: A002
 
 
 def _call() -> Callable[..., Any]:
-    """Dynamo keeps compiled code by code object: each kind of piece of each model has one of its own."""
+    """Calls a piece from code that Dynamo compiles for one kind of piece of one model."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cast("Any", module)._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()
-    return call
+    return own_code(call)
 
 
 class User(NamedTuple):

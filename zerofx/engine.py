@@ -243,16 +243,12 @@ AROUND_BLOCKS = "with per_block=True, what is around the blocks and modules besi
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any]:
-    """Calls the model from code that Dynamo compiles, whatever file the model's class is in.
-
-    Dynamo keeps compiled code, and counts it, by code object: each model has one of its own.
-    """
+    """Calls the model from code that Dynamo compiles, whatever file the model's class is in."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return cast("Any", model)._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()
-    return call
+    return _torch.own_code(call)
 
 
 def _warn(reads: list[str], reasons: list[str]) -> None:

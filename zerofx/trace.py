@@ -74,9 +74,8 @@ def trace(
             with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
                 return model(*batch) if loss_fn is None else loss_fn(model, *batch)
 
-        step.__code__ = step.__code__.replace()  # Dynamo keeps compiled code by code object
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **_torch.own_limit()}
-        torch.compile(step, backend=graph_backend, **options)(*inputs)
+        torch.compile(_torch.own_code(step), backend=graph_backend, **options)(*inputs)
     (capture,) = captures
     assert capture.program is not None
     return capture.program
