@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 from torch.fx import Graph, Node
 
 from zerofx.buckets import BYTES
-from zerofx.collectives import P2P, WAIT, c10d, is_bucket
+from zerofx.collectives import P2P, c10d, is_bucket
 from zerofx.edit import call_before
 from zerofx.program import Invariant, Level, Program, Tag, source, tag
 
@@ -47,14 +47,5 @@ def _replace(graph: Graph, node: Node, buffer_bytes: int) -> None:
     members = node.args[0] if is_bucket(node) else [source(node)]
     options = (buffer_bytes,) if target is SCATTER else ()
     new = call_before(node, target, (members, *options, *node.args[1:]), known)
-    parts = list(node.users) if is_bucket(node) else [node]
-    for part in parts:
-        place = cast(int, part.args[1]) if is_bucket(node) else 0
-        done = call_before(part, operator.getitem, (new, place), cast(Tag, tag(part)))
-        for wait in [user for user in part.users if user.target is WAIT]:
-            wait.replace_all_uses_with(done)
-            graph.erase_node(wait)
-        part.replace_all_uses_with(done)
-        if part is not node:
-            graph.erase_node(part)
+    node.replace_all_uses_with(new if is_bucket(node) else call_before(node, operator.getitem, (new, 0), known))
     graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +34,6 @@ OpOverload = torch._ops.OpOverload
 TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
 
 
-CONTIGUOUS = (torch.Tag.needs_contiguous_strides,) if hasattr(torch.Tag, "needs_contiguous_strides") else ()
-"""Tags of an op whose tensors Inductor must lay out contiguously, where it has one."""
-
-
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group of that name."""
     return cast("torch.distributed.ProcessGroup", cast(Any, _c10d)._resolve_process_group(name))
@@ -45,6 +42,28 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
     return process_group(group).size()
+
+
+def register_work(result: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Makes `_c10d_functional.wait_tensor` of the result wait for the work."""
+    cast(Any, torch._C)._distributed_c10d._register_work(result, work)
+
+
+@functools.cache
+def lower_as_collective(op: OpOverload) -> None:
+    """Tells Inductor that an op of a list of tensors only issues what wait_tensor completes.
+
+    Until then it leaves the op's inputs as they are. They are laid out contiguously.
+    """
+    from torch._inductor import ir, lowering  # slow to import, and needed by this backend alone
+
+    def lower(inputs: Sequence[Any], *args: Any) -> Any:
+        inputs = [ir.ExternKernel.require_contiguous(each) for each in inputs]
+        results = cast(Any, ir._CollectiveKernel.create_out_of_place(op, inputs, *args))
+        return [ir.TensorBox.create(result) for result in results]
+
+    cast(Any, lowering).add_layout_constraint(op, lowering.constrain_to_fx_strides)
+    cast(Any, lowering).register_lowering(op)(lower)
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:

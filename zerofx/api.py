@@ -72,8 +72,7 @@ def compile(  # noqa: A001
         persist_below: parameters of fewer elements stay replicated.
         bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes). Default: as many
             as make a message's latency a tenth of its time, on the group's backend (`python -m zerofx tune`).
-        prefetch: how many buckets of parameters are gathered ahead of their first use, where collectives run beside
-            the computation; on gloo, whose collectives take the cores that compute, none is.
+        prefetch: how many buckets of parameters are gathered ahead of their use, beside the computation before it.
         precision: `bf16` or `fp16` calls the model under torch.autocast to that dtype, `fp32` with autocast off; by
             default as the caller has it. Parameters, their gradients and the optimizer stay as they are, and what the
             model returns has the dtypes that autocast gives it. With `fp16`, scale the loss with torch.amp.GradScaler.

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Interpreter
 
 from zerofx import _torch
 from zerofx.capture import Capture, has_markers
+from zerofx.collectives import P2P
 
 Compiled = Callable[..., Any]
 
@@ -38,6 +39,8 @@ def interpret(capture: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Compi
 
 def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any], use_caches: bool = True) -> Compiled:
     """Compiles the rewritten graphs; both compile caches hit as long as `uuid` stays the same."""
+    for op in P2P:
+        _torch.lower_as_collective(op)
 
     def infer(graph: torch.fx.Graph) -> None:
         if has_markers(graph):

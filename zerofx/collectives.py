@@ -17,7 +17,6 @@ WAIT = c10d.wait_tensor.default
 GATHERS = {c10d.all_gather_into_tensor.default}
 REDUCTIONS = {c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 P2P = zerofx_ops.all_gather_p2p.default, zerofx_ops.reduce_scatter_p2p.default
-"""Buckets whose results are complete; all others have to be waited for."""
 SINGLE = {
     P2P[0]: c10d.all_gather_into_tensor.default,
     P2P[1]: c10d.reduce_scatter_tensor.default,
@@ -100,12 +99,6 @@ def only_leaves(reduction: Node) -> bool:
     inside = results(reduction)
     end = output_node(reduction.graph)
     return all(user in inside or user is end for node in (reduction, *inside) for user in node.users)
-
-
-def is_complete(node: Node) -> bool:
-    """Whether the node's results need no wait_tensor, though it is part of a collective."""
-    issued = cast(Node, node.args[0]) if node.target is operator.getitem else node
-    return issued.target in P2P
 
 
 def is_bucket(node: Node) -> bool:

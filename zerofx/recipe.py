@@ -36,12 +36,10 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
         BucketAllGathers(size),
         InsertReduceScatter(),
         BucketReductions(size),
-        *([UsePointToPoint(size)] if "gloo" in backend else _overlap(config)),
+        PrefetchAllGathers(config.prefetch),
+        DelayWaits(),
+        *([UsePointToPoint(size)] if "gloo" in backend else []),
     )
-
-
-def _overlap(config: Config) -> tuple[Pass, ...]:
-    return PrefetchAllGathers(config.prefetch), DelayWaits()
 
 
 def passes_of(config: Config, backend: str) -> tuple[Pass, ...]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.fx import Node
 
-from zerofx.collectives import P2P, SINGLE, WAIT
+from zerofx.collectives import SINGLE, WAIT
 from zerofx.draw_timeline import draw_timeline
 from zerofx.kernels import Kernel, nbytes, owner, steps
 from zerofx.machine import Machine, ring_bytes
@@ -134,8 +134,6 @@ class _Streams:
             self._wait(part, step, owner(cast(Node, step.args[0])))
         else:
             self._send(part, step)
-            if step.target in P2P:
-                self._wait(part, step, step)
 
     def _run(self, span: Span, ready: float = 0.0) -> float:
         """Puts a span that begins at 0 behind what its stream does before; returns when it ends."""

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from zerofx.cost import Link
+from zerofx.ops import c10d
 from zerofx.transport import all_gather_p2p
 
 SIZES = tuple(2**power for power in range(10, 27, 2))  # bytes of whole buckets
@@ -53,7 +54,7 @@ def _seconds(size: int, repeats: int) -> float:
         dist.barrier()
         start = time.perf_counter()
         if device.type == "cpu":
-            all_gather_p2p([chunk], world, group.group_name)
+            c10d.wait_tensor(all_gather_p2p([chunk], world, group.group_name)[0])
         else:
             dist.all_gather_into_tensor(whole, chunk)
             torch.cuda.synchronize()

@@ -15,7 +15,6 @@ from zerofx.collectives import (
     collective,
     first_wait,
     is_bucket,
-    is_complete,
     is_gather,
     is_reduction,
     issued,
@@ -183,7 +182,7 @@ def _call(target: Any, *args: Any) -> str:
 def check_bounded(program: Program) -> None:
     for graph in program.graphs.values():
         for role, allowed in program.under_way.items():
-            waits = {node: first_wait(node) for node in issued(graph, role) if not is_complete(node)}
+            waits = {node: first_wait(node) for node in issued(graph, role)}
             under_way = 0
             for node in graph.nodes:
                 under_way += (node in waits) - list(waits.values()).count(node)
@@ -197,7 +196,7 @@ def check_waited(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.nodes:
             unfinished = str(node.target).startswith("_c10d_functional.") or collective(node) is not None
-            if not unfinished or node.target is WAIT or is_complete(node):
+            if not unfinished or node.target is WAIT:
                 continue
             for user in node.users:
                 if user.target is not (operator.getitem if is_bucket(node) else WAIT):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from zerofx import transport
+from zerofx.ops import c10d
 from zerofx.transport import all_gather_p2p, reduce_scatter_p2p
 
 ROWS = ((1, 5), (3, 2, 4), (2,), (0, 3), (700, 60))
@@ -49,6 +50,8 @@ def exchange() -> dict[Setting, tuple[list[torch.Tensor], list[torch.Tensor]]]:
         with mock.patch.object(transport, "PACKED", packed):
             means = reduce_scatter_p2p(own, buffer_bytes, "avg", world, group_name())
             wholes = all_gather_p2p([tensor.chunk(world)[0].clone() for tensor in own], world, group_name())
+            for result in (*reversed(wholes), *means):
+                c10d.wait_tensor(result)
         found[dtype, buffer_bytes, packed] = means, wholes
     return found
 

@@ -92,11 +92,12 @@ def test_a_bucket_is_sent_as_one_and_has_one_latency() -> None:
     assert shown(found) == [("all_gather_into_tensor", 0, 2.5), ("wait", 0, 2.5), ("mm", 2.5, 3.5)]
 
 
-def test_point_to_point_messages_are_waited_for_where_they_are_sent() -> None:
+def test_point_to_point_messages_run_beside_the_computation_before_their_wait() -> None:
     bucket = f"g: ({MATRIX},) @ unshard('w') = zerofx.all_gather_p2p.default([w], 2, 'dp')"
-    taken = f"whole: {MATRIX} @ unshard('w') = operator.getitem(g, 0)"
-    found = run(bucket, mm("a", "x", "x"), taken, mm("b", "a", "whole"), result="b")
-    assert shown(found)[:2] == [("all_gather_into_tensor", 0, 1), ("wait", 0, 1)]
+    taken = f"one: {MATRIX} @ unshard('w') = operator.getitem(g, 0)"
+    whole = f"whole: {MATRIX} @ unshard('w') = c10d.wait_tensor.default(one)"
+    found = run(bucket, mm("a", "x", "x"), taken, whole, mm("b", "a", "whole"), result="b")
+    assert shown(found) == [("all_gather_into_tensor", 0, 1), ("mm", 0, 1), ("mm", 1, 2)]
 
 
 def kernels(*lines: str, result: str) -> list[Kernel]:
