@@ -20,6 +20,7 @@ from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, progra
 from zerofx.layout import Layout
 from zerofx.manager import Pass
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
+from zerofx.meet import meet
 from zerofx.optimizers import LOCAL_STEPS
 from zerofx.passes.choose_layout import choose_layout
 from zerofx.recipe import passes_of
@@ -163,6 +164,8 @@ def compile(  # noqa: A001
     _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
     if device_mesh is not None:
         LOCAL_STEPS.add(device_mesh)
+    if group is not None and group.size() > 1 and "gloo" in backend_of(group, device):
+        meet(group)
     watch.start(group, notes, model)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
     Engine(config, order, program, layout, rank, left_alone).attach(model)

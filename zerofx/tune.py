@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from zerofx.cost import Link
+from zerofx.meet import meet
 from zerofx.ops import c10d
 from zerofx.transport import all_gather_p2p
 
@@ -26,7 +27,10 @@ def tune(repeats: int = 20) -> Link:
     """
     if not dist.is_initialized():
         dist.init_process_group()
-    first = dist.get_rank() == 0
+    first, group = dist.get_rank() == 0, dist.group.WORLD
+    assert group is not None
+    if "gloo" in dist.get_backend():
+        meet(group)
     seconds = [_seconds(size, repeats) for size in track(SIZES, "measuring", disable=not first)]
     link = fit(SIZES, seconds)
     if first:
