@@ -55,6 +55,18 @@ def compiled_loop(params: list[nn.Parameter]) -> Callable[[], None]:
     return step
 
 
+def compiled_update(params: list[nn.Parameter]) -> Callable[[], None]:
+    """The update alone as a graph."""
+    optimizer = optim.AdamW(params, lr=torch.tensor(1e-3))
+    update = torch.compile(optimizer.step)
+
+    def step() -> None:
+        unscaled_and_clipped(params)
+        update()
+
+    return step
+
+
 def told_fused(params: list[nn.Parameter]) -> Callable[[], None]:
     """A pass to measure; the fused update divides by the scale and the clip on its way, as zerofx.train_step does."""
     optimizer = optim.AdamW(params, fused=True)
@@ -74,7 +86,8 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Callable[[], None]]] = {
     "foreach": lambda params: plain_loop(params, foreach=True),
     "fused": lambda params: plain_loop(params, fused=True),
     "fused, told scale and clip": told_fused,
-    "torch.compile": compiled_loop,
+    "torch.compile of all": compiled_loop,
+    "torch.compile of the update": compiled_update,
 }
 
 
