@@ -46,24 +46,29 @@ def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
 
 
 def trajectory(kind: str, on_rank: Sequence[Sequence[int]]) -> list[float]:
-    """The scale of each step, where each rank overflows in its own ones; what is skipped must change nothing."""
-    model = sharded(Net(), persist_below=30)
-    optimizer = KINDS[kind](model.parameters())
+    """The scale of each step, where each rank overflows in its own ones.
+
+    Skipped steps must change nothing, so that the others train as a model that has not seen those.
+    """
+    model, other = (both(Net, persist_below=30)[0] for _ in range(2))
+    optimizer, unskipped = KINDS[kind](model.parameters()), KINDS[kind](other.parameters())
     step = zerofx.train_step(model, loss_of, optimizer, microbatches=2, clip=1.0, loss_scale=QUICK)
-    found, trained = [], 0
+    clean = zerofx.train_step(other, loss_of, unskipped, microbatches=2, clip=1.0)
+    found = []
     for place in range(len(on_rank[0])):
         before = snapshot(model, optimizer)
         result = step(*batch(place, bool(on_rank[dist.get_rank()][place])))
-        expected = any(each[place] for each in on_rank)
-        after = snapshot(model, optimizer)
-        assert result.skipped.item() is expected
-        assert result.grad_norm.isfinite().item() is not expected
-        moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=False) if a.numel()]
-        trained += not expected
-        assert not any(moved) if expected else all(moved)
-        counts = [state["step"].item() for state in optimizer.state.values() if "step" in state]
-        assert set(counts) <= {trained}
+        overflow = any(each[place] for each in on_rank)
+        assert result.skipped.item() is overflow
+        assert result.grad_norm.isfinite().item() is not overflow
+        if overflow:
+            assert all(torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=False))
+        else:
+            clean(*batch(place))
+        same(whole(model), whole(other))
         found.append(result.loss_scale.item())
+    steps = [[state["step"] for state in each.state.values() if "step" in state] for each in (optimizer, unskipped)]
+    assert steps[0] == steps[1]
     return found
 
 
@@ -78,6 +83,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Callable[[int], Poo
 def test_an_overflow_on_one_of_three_ranks_is_all_of_theirs(pool: Callable[[int], Pool]) -> None:
     on_rank = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0]]
     assert pool(3).run(trajectory, "AdamW", on_rank) == [[64.0, 64.0, 32.0, 16.0]] * 3
+
+
+@on_ranks(2)
+def test_an_overflow_in_what_one_rank_stores_skips_the_step_on_all() -> None:
+    model = sharded(nn.Linear(7, 14))
+    optimizer = KINDS["AdamW"](model.parameters())
+
+    def last_row(model: nn.Module, x: Tensor, factor: Tensor) -> Tensor:
+        out = model(x)
+        return out[:, :7].square().mean() + (out[:, -1] * factor).mean()
+
+    step = zerofx.train_step(model, last_row, optimizer, loss_scale=QUICK)
+    before = whole(model)
+    step.model.zero_grad = lambda: None
+    assert step(*batch(0, overflows=True)).skipped
+    finite = [bool(param.grad.to_local().isfinite().all()) for param in model.parameters()]
+    assert finite == [dist.get_rank() == 0] * 2
+    same(whole(model), before)
 
 
 @on_ranks(2)
