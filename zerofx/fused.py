@@ -50,7 +50,6 @@ def fuse(stand_in: optim.Optimizer, told: Told) -> None:
 
 def _can_fuse(group: dict[str, Any]) -> bool:
     asked = group["fused"] is False or group["foreach"] or group["differentiable"] or group.get("capturable")
-    return not asked and all(
-        param.dtype in DTYPES and param.device.type in DEVICES and not isinstance(group["weight_decay"], Tensor)
-        for param in group["params"]
-    )
+    if asked or isinstance(group["weight_decay"], Tensor):
+        return False
+    return all(param.dtype in DTYPES and param.device.type in DEVICES for param in group["params"])

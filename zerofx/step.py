@@ -125,7 +125,7 @@ class TrainStep:
         for place, part in enumerate(parts):
             with self.engine.micro_batch(first=place == 0, last=place == len(parts) - 1, defer=defer):
                 found, weighs = loss_of(self.model, given, part)
-                torch.autograd.backward(found if scale is None else found.float() * scale)
+                torch.autograd.backward(found if scale is None else found * scale)
             loss += found.detach()
             weight += weighs
         return self._end(loss, weight, scale)

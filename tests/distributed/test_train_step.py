@@ -19,6 +19,7 @@ import zerofx
 from tests.distributed.ranks import Net, both, gradients, same, sharded, whole
 from tests.pool import Pool
 from tests.training import MakeOptimizer, State, adamw, compare, sgd
+from zerofx.engine import Engine
 
 STEPS = 3
 ROWS = 5  # on rank 0; the others have as many
@@ -184,13 +185,13 @@ def test_states_and_options_stay_those_of_the_users_optimizer(pool: Callable[[in
     pool(2).run(check_states)
 
 
-def check_compilations() -> tuple[list[int], list[int]]:
+def check_compilations(microbatches: int) -> tuple[list[int], list[int]]:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model = sharded(Net())
     optimizer = adamw(model.parameters())
     scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    step = zerofx.train_step(model, mean_loss, optimizer, microbatches=2, clip=0.1, scheduler=scheduler)
+    step = zerofx.train_step(model, mean_loss, optimizer, microbatches=microbatches, clip=0.1, scheduler=scheduler)
     graphs, frames, rates = [], [], []
     for place in range(5):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -201,8 +202,9 @@ def check_compilations() -> tuple[list[int], list[int]]:
     return graphs, frames
 
 
-def test_nothing_is_compiled_after_the_second_step(pool: Callable[[int], Pool]) -> None:
-    for graphs, frames in pool(2).run(check_compilations):
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+def test_nothing_is_compiled_after_the_second_step(pool: Callable[[int], Pool], microbatches: int) -> None:
+    for graphs, frames in pool(2).run(check_compilations, microbatches):
         assert graphs[-1] <= 3
         assert graphs[1:] == [graphs[1]] * 4 and frames[1:] == [frames[1]] * 4
 
@@ -282,6 +284,40 @@ def check_norms(stage: int, persist_below: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_norms_are_those_of_one_process(pool: Callable[[int], Pool], stage: int, persist_below: int) -> None:
     pool(2).run(check_norms, stage, persist_below)
+
+
+def check_ignored() -> None:
+    """A parameter that is left alone is one of its own on each rank; the norm is that of all of them."""
+    torch.manual_seed(0)
+    model = Net()
+    zerofx.compile(model, backend="interpreter", persist_below=0, ignored_params=[model.a.bias])
+    with kept_gradients(model) as seen:
+        result = zerofx.train_step(model, mean_loss, sgd(model.parameters()))(*batch(dist.get_rank(), 0))
+    own = seen[0].pop("a.bias").square().sum()
+    dist.all_reduce(own)
+    expected = (own + sum(grad.square().sum() for grad in seen[0].values())).sqrt()
+    assert torch.allclose(result.grad_norm, expected, rtol=1e-6)
+
+
+def test_ignored_parameters_count_on_each_rank(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(check_ignored)
+
+
+def test_micro_batches_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[bool, bool, bool]] = []
+
+    @contextmanager
+    def micro_batch(_: Engine, first: bool, last: bool, defer: bool) -> Iterator[None]:
+        told.append((first, last, defer))
+        yield
+
+    monkeypatch.setattr(Engine, "micro_batch", micro_batch)
+    for accumulate, stage, defer in (("auto", 1, True), ("auto", 3, False), ("defer", 3, True), ("reduce", 0, False)):
+        model = zerofx.compile(Net(), backend="eager", stage=stage)
+        step = zerofx.train_step(model, mean_loss, sgd(model.parameters()), microbatches=3, accumulate=accumulate)
+        told.clear()
+        step(*batch(0, 0))
+        assert told == [(True, False, defer), (False, False, defer), (False, True, defer)]
 
 
 def check_no_waiting(loss_scale: Any) -> None:
