@@ -57,7 +57,9 @@ class StepArguments:
         if not isinstance(optimizer, optim.Optimizer):
             self._refuse("optimizer", "a torch.optim.Optimizer, built from model.parameters() after zerofx.compile")
         if isinstance(optimizer, optim.LBFGS):
-            self._refuse("optimizer", "one that steps once on given gradients: LBFGS calls the loss again, in a loop")
+            self._refuse(
+                "optimizer", "one that steps on given gradients; LBFGS calls the loss again, for which write a loop"
+            )
         STALE.check(optimizer, (), {})
         known = {id(param) for param in model.parameters()}
         for place, group in enumerate(optimizer.param_groups):
@@ -88,7 +90,9 @@ class StepArguments:
         }
 
     def _refuse(self, field: str, allowed: str) -> None:
-        raise ConfigError(f"{self.caller}({field}={getattr(self, field)!r}) is not possible: {field} must be {allowed}")
+        value = getattr(self, field)
+        shown = repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
+        raise ConfigError(f"{self.caller}({field}={shown}) is not possible: {field} must be {allowed}")
 
 
 def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:

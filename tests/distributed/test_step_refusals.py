@@ -45,7 +45,9 @@ REFUSALS = {
     "a negative scale": Refusal(("loss_scale=-1", "a number above 0"), {"loss_scale": -1}),
     "a number of tokens": Refusal(("loss_weight=7", "a function of a batch"), {"loss_weight": 7}),
     "no optimizer": Refusal(("optimizer=None", "a torch.optim.Optimizer, built"), optimizer=lambda _: None),
-    "LBFGS": Refusal(("LBFGS calls the loss again",), optimizer=lambda model: optim.LBFGS(model.parameters())),
+    "LBFGS": Refusal(
+        ("optimizer=a LBFGS", "LBFGS calls the loss again"), optimizer=lambda model: optim.LBFGS(model.parameters())
+    ),
     "another model's": Refusal(
         ("group 0 holds 2 parameter(s), the first of shape (3, 3)", "build it from model.parameters()"),
         optimizer=lambda _: optim.SGD(OTHER.parameters()),
