@@ -159,13 +159,6 @@ def memory(device: torch.device) -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.detach().clone()
-    if WORLD > 1:
-        dist.all_reduce(value)
-    return value.item() / WORLD
-
-
 def loss_of(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits = model(ids)
@@ -176,31 +169,25 @@ def train(model: nn.Module, text: Text, arguments: argparse.Namespace, console: 
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95))
     warm = max(1, arguments.steps // 20)
     rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warm)
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, arguments.steps - warm), 0.1 * arguments.lr)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
     meter = Meter(console, text.device, arguments.steps, arguments.batch * text.context)
+    train_step = zerofx.train_step(model, loss_of, optimizer, clip=CLIP, scheduler=schedule)
     losses: list[torch.Tensor] = []
     with meter.bar:
         for step in range(1, arguments.steps + 1):
-            loss = loss_of(model, *text.batch())
-            losses.append(loss.detach())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            losses.append(train_step(*text.batch()).loss)
             if step % 10 in (0, 1) or step == arguments.steps:
-                meter.update(step, mean_over_ranks(torch.stack(losses).mean()))
+                meter.update(step, torch.stack(losses).mean().item())
                 losses.clear()
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, text: Text) -> float:
-    losses = [loss_of(model, *window) for window in text.held_out_windows()]
-    return mean_over_ranks(torch.stack(losses).mean())
+    eval_step = zerofx.eval_step(model, loss_of)
+    return torch.stack([eval_step(*window) for window in text.held_out_windows()]).mean().item()
 
 
 @torch.no_grad()

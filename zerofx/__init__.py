@@ -1,7 +1,22 @@
 """ZeRO-style sharded training as graph passes over torch.compile."""
 
+from zerofx.agree import RankMismatchError
 from zerofx.api import compile
+from zerofx.decide import MemoryLimitError
+from zerofx.evaluate import eval_step
 from zerofx.full_params import full_params
 from zerofx.inspection import inspect
+from zerofx.scaling import DynamicLossScale, LossScaleError
+from zerofx.step import train_step
 
-__all__ = ["compile", "full_params", "inspect"]
+__all__ = [
+    "DynamicLossScale",
+    "LossScaleError",
+    "MemoryLimitError",
+    "RankMismatchError",
+    "compile",
+    "eval_step",
+    "full_params",
+    "inspect",
+    "train_step",
+]

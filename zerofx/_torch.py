@@ -124,9 +124,23 @@ def graph_break_reasons() -> Counter[str]:
     return Counter(_dynamo.utils.counters["graph_break"])
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks of the optimizer's own run before its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+def has_step_hooks(optimizer: torch.optim.Optimizer, behind: bool = False) -> bool:
+    """Whether hooks of the optimizer's own run before its steps, or, if so asked, behind them."""
+    return bool(optimizer._optimizer_step_pre_hooks or (behind and optimizer._optimizer_step_post_hooks))
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in float32 at least."""
+    if not tensors:
+        return []
+    wide = {tensor.dtype for tensor in tensors} == {torch.float64}
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor, in place, by the 0-dim one."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 def input_index(desc: Any) -> int | None:

@@ -14,11 +14,15 @@ TELL_SECONDS = 30.0
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks called `zerofx.compile` with different models or arguments, or one of them could not go on."""
+    """Ranks called a function of zerofx with different models or arguments, or one of them could not go on."""
 
 
 def agree(
-    facts: Mapping[str, Any], problem: Exception | None, group: dist.ProcessGroup | None, note: Any = None
+    facts: Mapping[str, Any],
+    problem: Exception | None,
+    group: dist.ProcessGroup | None,
+    note: Any = None,
+    caller: str = "zerofx.compile",
 ) -> list[Any]:
     """Raises on every rank if one rank has a problem, or if the facts differ between ranks; returns all ranks' notes.
 
@@ -34,7 +38,7 @@ def agree(
         raise problem
     for rank, (theirs, trouble, _) in enumerate(told):
         if trouble is not None:
-            raise RankMismatchError(f"zerofx.compile failed on rank {rank} of the group: {trouble}")
+            raise RankMismatchError(f"{caller} failed on rank {rank} of the group: {trouble}")
         first = told[0][0]
         for name in dict.fromkeys([*first, *theirs]):
             if first.get(name) != theirs.get(name):

@@ -76,7 +76,8 @@ def compile(  # noqa: A001
         prefetch: how many buckets of parameters are gathered ahead of their use, beside the computation before it.
         precision: `bf16` or `fp16` calls the model under torch.autocast to that dtype, `fp32` with autocast off; by
             default as the caller has it. Parameters, their gradients and the optimizer stay as they are, and what the
-            model returns has the dtypes that autocast gives it. With `fp16`, scale the loss with torch.amp.GradScaler.
+            model returns has the dtypes that autocast gives it. With `fp16` the loss needs a scale:
+            zerofx.train_step has one, and torch.amp.GradScaler is for loops.
         reduce_dtype: the dtype in which graphs reduce gradients: `fp32`, `bf16` or `fp16`. By default that of the
             parameter, which is also the one in which they are added up in `p.grad`.
         memory: what a rank may hold while it trains: bytes (`"20GiB"`, or an int), or a float up to 1, a fraction of

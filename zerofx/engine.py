@@ -69,6 +69,10 @@ class Engine:
         if self.config.per_block and self.config.backend != "eager":
             compile_pieces(model, self.torch_compile)
 
+    def micro_batch(self, first: bool, last: bool, defer: bool) -> AbstractContextManager[Any]:
+        """What the forward and backward of one of a step's micro-batches run in."""
+        return nullcontext()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model is called in, as `precision` says."""
         if self.config.precision is None:

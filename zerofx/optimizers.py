@@ -1,9 +1,10 @@
-"""Runs steps of elementwise optimizers on the local tensors of sharded parameters, without DTensor's dispatch."""
+"""Runs steps of elementwise optimizers on the local tensors of parameters, without DTensor's dispatch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx import _torch
+from zerofx.fused import Told, can_fuse, fuse
 
 ELEMENTWISE = frozenset(
     {
@@ -47,13 +49,35 @@ class LocalSteps:
 
     def __init__(self) -> None:
         self.meshes = set[DeviceMesh]()
+        self.listening = False
+        self.told: tuple[optim.Optimizer, Told] | None = None
 
     def add(self, mesh: DeviceMesh) -> None:
         """Takes on the optimizers of parameters that are sharded over this mesh."""
-        if not self.meshes:
+        self._listen()
+        self.meshes.add(mesh)
+
+    def can_tell(self, optimizer: optim.Optimizer) -> bool:
+        """Whether `telling` reaches the optimizer's steps. Hooks of its own may look at gradients, or count steps."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        hooked = _torch.has_step_hooks(optimizer, behind=True)
+        return can_fuse(optimizer) and not hooked and all(map(self.is_local, params))
+
+    @contextmanager
+    def telling(self, optimizer: optim.Optimizer, told: Told) -> Iterator[None]:
+        """Makes the optimizer's steps fused ones meanwhile, which are told."""
+        self._listen()
+        self.told = optimizer, told
+        try:
+            yield
+        finally:
+            self.told = None
+
+    def _listen(self) -> None:
+        if not self.listening:
             register_optimizer_step_pre_hook(self.before)
             register_optimizer_step_post_hook(self.after)
-        self.meshes.add(mesh)
+        self.listening = True
 
     @torch.no_grad()
     def before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -62,9 +86,14 @@ class LocalSteps:
         if later or type(optimizer) not in ELEMENTWISE or torch.compiler.is_compiling():
             return None
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not all(map(self.is_local, params)) or not any(isinstance(param, DTensor) for param in params):
+        told = self.told[1] if self.told is not None and self.told[0] is optimizer else None
+        sharded = any(isinstance(param, DTensor) for param in params)
+        if not all(map(self.is_local, params)) or not (told or sharded):
             return None
-        return (_stand_in(optimizer), *args[1:]), kwargs
+        stand_in = _stand_in(optimizer)
+        if told is not None:
+            fuse(stand_in, told)
+        return (stand_in, *args[1:]), kwargs
 
     @torch.no_grad()
     def after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -92,8 +92,8 @@ ARGUMENTS: Mapping[str, str] = {
     "allgather_bucket_size": "DeepSpeed's, in elements: pass bucket_mb, in MiB",
     "stage3_param_persistence_threshold": "DeepSpeed's name for persist_below: pass persist_below",
     "gradient_accumulation_steps": ACCUMULATION,
-    "gradient_clipping": "no part of compile: call torch.nn.utils.clip_grad_norm_ before the optimizer's step",
-    "fp16": "DeepSpeed's: pass precision='fp16', and scale the loss with torch.amp.GradScaler",
+    "gradient_clipping": "no part of compile: pass clip to zerofx.train_step, or call clip_grad_norm_",
+    "fp16": "DeepSpeed's: pass precision='fp16'; zerofx.train_step scales the loss, or torch.amp.GradScaler does",
     "bf16": "DeepSpeed's: pass precision='bf16'",
     "mpu": "DeepSpeed's: pass mesh=DeviceMesh.from_group(mpu.get_data_parallel_group(), device_type)",
     # torch and others

@@ -1,0 +1,150 @@
+"""What the user asks of `zerofx.train_step`, validated once, and agreed on over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from zerofx import _torch
+from zerofx.agree import agree
+from zerofx.config import ConfigError
+from zerofx.engine import Engine
+from zerofx.scaling import DynamicLossScale
+from zerofx.stale import STALE
+
+ACCUMULATE = ("auto", "defer", "reduce")
+Scale = float | str | DynamicLossScale | None
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of `zerofx.train_step` or `zerofx.eval_step`, which is the `caller`."""
+
+    caller: str
+    loss_fn: Callable[..., Any]
+    loss_weight: Callable[..., Any] | None = None
+    microbatches: int = 1
+    clip: float | None = None
+    accumulate: str = "auto"
+    loss_scale: Scale = None
+    optimizer: Any = None
+    scheduler: Any = None
+
+    def refuse(self) -> None:
+        """Raises ConfigError for the first argument that is not possible."""
+        if not callable(self.loss_fn):
+            self._refuse("loss_fn", "a function of the model and a batch that returns a scalar")
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            self._refuse("loss_weight", "a function of a batch that returns a number, such as its tokens, or None")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            self._refuse("microbatches", "an int, 1 or more")
+        if self.clip is not None and not _is_positive(self.clip):
+            self._refuse("clip", "a norm above 0, or None")
+        if self.accumulate not in ACCUMULATE:
+            self._refuse("accumulate", f"one of {', '.join(map(repr, ACCUMULATE))}")
+        dynamic = self.loss_scale in ("dynamic", None) or isinstance(self.loss_scale, DynamicLossScale)
+        if not dynamic and not _is_positive(self.loss_scale):
+            self._refuse("loss_scale", "'dynamic', a zerofx.DynamicLossScale, a number above 0, or None")
+
+    def refuse_optimizer(self, model: nn.Module) -> None:
+        """Raises ConfigError for an optimizer or a scheduler that cannot train the model a step at a time."""
+        optimizer, scheduler = self.optimizer, self.scheduler
+        if not isinstance(optimizer, optim.Optimizer):
+            self._refuse("optimizer", "a torch.optim.Optimizer, built from model.parameters() after zerofx.compile")
+        if isinstance(optimizer, optim.LBFGS):
+            self._refuse(
+                "optimizer", "one that steps on given gradients; LBFGS calls the loss again, for which write a loop"
+            )
+        STALE.check(optimizer, (), {})
+        known = {id(param) for param in model.parameters()}
+        for place, group in enumerate(optimizer.param_groups):
+            foreign = [param for param in group["params"] if id(param) not in known]
+            if foreign:
+                raise ConfigError(
+                    f"{self.caller} was given an optimizer whose group {place} holds {len(foreign)} parameter(s), the "
+                    f"first of shape {tuple(foreign[0].shape)}, that are not of the model: build it from "
+                    "model.parameters(), after zerofx.compile"
+                )
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            self._refuse("scheduler", "one of torch.optim.lr_scheduler, or None")
+        if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+            self._refuse("scheduler", "one that counts steps: call ReduceLROnPlateau.step yourself, with its metric")
+
+    def facts(self) -> Mapping[str, Any]:
+        """What must be equal on every rank."""
+        groups = [len(group["params"]) for group in self.optimizer.param_groups] if self.optimizer else []
+        return {
+            "the function": self.caller,
+            "microbatches": self.microbatches,
+            "clip": self.clip,
+            "accumulate": self.accumulate,
+            "loss_scale": self.loss_scale,
+            "whether there is a loss_weight": self.loss_weight is not None,
+            "the optimizer": (type(self.optimizer).__name__, groups),
+            "the scheduler": type(self.scheduler).__name__,
+        }
+
+    def _refuse(self, field: str, allowed: str) -> None:
+        value = getattr(self, field)
+        shown = repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
+        raise ConfigError(f"{self.caller}({field}={shown}) is not possible: {field} must be {allowed}")
+
+
+def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
+    """The model's engine, where the arguments are right and those of all ranks; else one error on each rank."""
+    engine: Engine | None = model.__dict__.get("_zerofx_engine") if isinstance(model, nn.Module) else None
+    if engine is None:
+        raise ConfigError(
+            f"{arguments.caller} needs a model that zerofx.compile was called on, not a {type(model).__name__}: call "
+            "zerofx.compile(model) first"
+        )
+    problem: Exception | None = None
+    facts: Mapping[str, Any] = {}
+    try:
+        arguments.refuse()
+        if arguments.caller == "zerofx.train_step":
+            arguments.refuse_optimizer(model)
+        facts = arguments.facts()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    group = _torch.process_group(engine.group) if engine.mesh.world > 1 else None
+    agree(facts, problem, group, caller=arguments.caller)
+    return engine
+
+
+def scale_asked(loss_scale: Scale, precision: str | None) -> float | DynamicLossScale | None:
+    """The loss scale that is asked for; without a word, a dynamic one for a model that runs in fp16."""
+    if loss_scale == "dynamic" or (loss_scale is None and precision == "fp16"):
+        return DynamicLossScale()
+    assert not isinstance(loss_scale, str)
+    return loss_scale
+
+
+def defers(accumulate: str, engine: Engine) -> bool:
+    """Whether whole gradients wait for the last micro-batch, which alone reduces them.
+
+    That is asked for, or left to zerofx: where they fit into what `memory` leaves, by the forecast; without `memory`
+    at stages 0 and 1.
+    """
+    if accumulate != "auto":
+        return accumulate == "defer"
+    if engine.config.stage == 0 or engine.config.memory is None:
+        return engine.config.stage <= 1
+    settled = engine.settled
+    if settled is None or settled.allowed is None:
+        return False
+    whole = sum(prod(param.size) * param.dtype.itemsize for param in engine.layout if param.requires_grad)
+    return settled.peak + whole <= settled.allowed
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and isfinite(value)
