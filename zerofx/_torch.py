@@ -129,6 +129,16 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Runs the function when the backward that is under way has come to its end."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The hooks that run behind the accumulation of a parameter's gradient."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def input_index(desc: Any) -> int | None:
     """The place among a Dynamo graph's inputs of the AOTAutograd input (or gradient) that `desc` describes."""
     while desc is not None and not isinstance(desc, _desc.PlainAOTInput):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
-from zerofx.ops import unshard
+from zerofx.ops import unshard, unshard_apart
 from zerofx.running import RUNNING
 from zerofx.sequence import of_param
 from zerofx.stored import converted, stored_as
@@ -20,6 +20,22 @@ from zerofx.stored import converted, stored_as
 READS = "_zerofx_reads"
 NAMES = "_zerofx_names"
 """Where a module keeps its parameters' names in the model; compiled code is not guarded on them, modules share it."""
+
+
+STANDS = "_zerofx_stands"
+"""Where a module keeps, by name, what stands beside its parameters while gradients wait or parameters are kept."""
+
+
+class Stand(NamedTuple):
+    """What `zerofx::unshard_apart` needs beside what `zerofx::unshard` does; plain, for compiled code is guarded on it.
+
+    `whole` is the gathered parameter if it is `kept`, else a leaf without storage; unless gradients are `reduced`, it
+    gets them.
+    """
+
+    whole: nn.Parameter
+    kept: bool
+    reduced: bool
 
 
 class Read(NamedTuple):
@@ -31,12 +47,20 @@ class Read(NamedTuple):
     group: str
 
 
+def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
+    part, stands = param.to_local(), module.__dict__.get(STANDS)
+    if stands is None or name not in stands:
+        return cast("Tensor", unshard(part, *how))
+    whole, kept, reduced = stands[name]
+    return cast("Tensor", unshard_apart(part if reduced else part.detach(), whole, *how, kept, reduced))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     """Reads a whole parameter outside of compiled code."""
     try:
         with of_param(module.__dict__[NAMES][name]):
-            whole: Tensor = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
+            whole = _read(module, name, cast("DTensor", module._parameters[name]), how)
     except AttributeError as error:  # nn.Module would answer it with the shard itself
         raise RuntimeError(f"unsharding {name} failed: {error}") from error
     if not RUNNING.eager_reads:
@@ -55,7 +79,7 @@ def _reader(name: str) -> property:
         if how is None or not isinstance(param, DTensor):
             return param
         if torch.compiler.is_compiling():
-            return unshard(param.to_local(), *how)
+            return _read(self, name, param, how)
         return _read_outside(self, name, how)
 
     never_compile_alone(read)
@@ -80,7 +104,10 @@ class Copied(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls = cast("Any", type(self))
-        return _rebuild, (cls.zerofx_base, cls.zerofx_names), cast("Any", self).__getstate__()
+        state = cast("Any", self).__getstate__()
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != STANDS}
+        return _rebuild, (cls.zerofx_base, cls.zerofx_names), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
