@@ -52,7 +52,8 @@ class Accumulation:
         self.kept: dict[str, Tensor] = {}
         self.known: dict[str, Known] = {}
         self.moves: dict[tuple[Kind, tuple[ParamLayout, ...]], Move] = {}
-        self.may_wait = self.due = False
+        self.may_wait, self.due = True, False
+        _watch_steps(self)
 
     # Before a forward.
 
@@ -64,15 +65,12 @@ class Accumulation:
         if not (deferred or self.kept or self.known):
             return
         known, self.known = self.known, {}
-        for module in self._model().modules():
-            stands = {}
-            for name, full in module.__dict__.get(NAMES, {}).items():
-                if found := self._stand(full, module._parameters.get(name), deferred, known):
-                    self.known[full], stands[name] = found, found.stand
-            if stands:
-                module.__dict__[STANDS] = stands
-            else:
-                module.__dict__.pop(STANDS, None)
+        for stands, names, params in self._places():
+            for name in stands:
+                found = self._stand(names[name], params.get(name), deferred, known)
+                stands[name] = found and found.stand
+                if found:
+                    self.known[names[name]] = found
 
     def defers(self) -> bool:
         """Whether gradients of the next forward wait in any case: those that come when some wait already do."""
@@ -84,20 +82,22 @@ class Accumulation:
         if not isinstance(param, DTensor) or (kept is None and not (deferred and param.requires_grad)):
             return None
         waits = deferred and param.requires_grad
+        local = param.to_local().detach()
         for found in (self.known.get(name), known.get(name)):  # tied places share one
-            if found and found.param() is cast(Any, param) and found.kept is kept and found.stand.reduced is not waits:
+            if found and found.param() is cast(Any, param) and found.kept is kept and _reads(found.stand, local, waits):
                 return found
         if waits and param._backward_hooks:
             raise RuntimeError(
                 f"parameter {name!r} has a tensor hook, which sees reduced gradients only: reduce those of each "
                 "micro-batch, without no_sync, or put the hook on with register_post_accumulate_grad_hook"
             )
-        data = param.to_local().detach().new_zeros(()).expand(param.shape) if kept is None else kept
+        data = local.new_zeros(()).expand(param.shape) if kept is None else kept
         whole = nn.Parameter(data, requires_grad=waits)
+        part = nn.Parameter(local, requires_grad=False) if waits else None
         if waits:
             arrived = functools.partial(self._arrived, cast("nn.Parameter", param))
             cast(Any, whole).register_post_accumulate_grad_hook(arrived)
-        return Known(Stand(whole, kept is not None, not waits), weakref.ref(cast("nn.Parameter", param)), kept)
+        return Known(Stand(whole, kept is not None, part), weakref.ref(cast("nn.Parameter", param)), kept)
 
     # From a forward to its backward.
 
@@ -131,9 +131,7 @@ class Accumulation:
                 if shown is not None:
                     _add_reduced(grad, shown)
                 param.grad = _as(param, grad, Partial("avg"))
-        if not self.may_wait:
-            self.may_wait = True
-            _watch_steps(self)
+        self.may_wait = True
         if self.synchronises if self.micro is None else self.micro.last:
             self.due = True
             _torch.at_end_of_backward(self._finish)
@@ -145,15 +143,20 @@ class Accumulation:
 
     # What waits.
 
+    def names_of_parts(self) -> dict[int, str]:
+        """The names of the parameters for which stored parts stand, by the parts' ids."""
+        return {id(known.stand.part): name for name, known in self.known.items() if known.stand.part is not None}
+
     def names_of_wholes(self) -> dict[int, str]:
-        """The names of the parameters beside which tensors stand, by the tensors' ids."""
+        """The names of the parameters beside which whole tensors stand, by the tensors' ids."""
         return {id(known.stand.whole): name for name, known in self.known.items()}
 
     def waiting(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients wait, in the layout's order, by their names."""
-        if not self.may_wait:
+        model = self.engine.model()
+        if not self.may_wait or model is None:
             return {}
-        now = dict(self._model().named_parameters())
+        now = dict(model.named_parameters())
         found = {p.name: now[p.name] for p in self.engine.layout if p.name in now and is_partial(now[p.name].grad)}
         self.may_wait = bool(found)
         return found
@@ -207,8 +210,8 @@ class Accumulation:
         if not self.kept:
             return
         self.kept, self.known = {}, {}
-        for module in self._model().modules():
-            module.__dict__.pop(STANDS, None)
+        for stands, *_ in self._places():
+            stands.update(dict.fromkeys(stands))
 
     def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
         layout = self.engine.parameters_now()[1].of(names)
@@ -216,10 +219,21 @@ class Accumulation:
             self.moves[kind, layout.params] = move(kind, self.engine.capture_alone(Layout(layout.params)))
         return self.moves[kind, layout.params]
 
+    def _places(self) -> Iterator[tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]]:
+        """Each module's stands, and its parameters' names in the model and themselves."""
+        for module in self._model().modules():
+            if stands := module.__dict__.get(STANDS):
+                yield stands, module.__dict__[NAMES], module._parameters
+
     def _model(self) -> nn.Module:
         model = self.engine.model()
         assert model is not None
         return model
+
+
+def _reads(stand: Stand, local: Tensor, waits: bool) -> bool:
+    """Whether gradients go where they are to, and the part that is read is where the parameter's is."""
+    return (stand.part is not None) == waits and (stand.part is None or stand.part.data_ptr() == local.data_ptr())
 
 
 def is_partial(grad: Tensor | None) -> bool:

@@ -121,7 +121,7 @@ class Engine:
         if self.config.per_block:
             layout = layout.of(params.values())
         refuse_writes(gm, params)
-        if self.settled is None and self._decides(inputs, params):
+        if self.settled is None and self._decides(inputs, params | wholes):
             self.settled = self._settle(gm, inputs, params, wholes, layout)
         capture = self._capture(params, wholes, layout, self.decision)
         self.captures.append(capture)
@@ -155,7 +155,8 @@ class Engine:
         passes = tuple(
             replace(step, keep=decision.keep) if isinstance(step, ReleaseAfterUse) else step for step in self.passes
         )
-        return Capture(params, passes, self.mesh, layout, self.rank, decision, wholes=wholes)
+        stored = self.mesh.world > 1
+        return Capture(params, passes, self.mesh, layout, self.rank, decision, stored, wholes)
 
     def _decides(self, inputs: Sequence[Any], params: Mapping[int, str]) -> bool:
         """Whether a graph is for training, in a model for which `memory` or `recompute` ask for a decision."""
@@ -199,7 +200,8 @@ class Engine:
                     )
 
     def parameters_now(self) -> tuple[dict[int, str], Layout]:
-        """The names of the parameters by id, and the layout with what may change later: dtype and requires_grad.
+        """The names of the parameters, and of parts that are read for them, by id; and the layout with what may change
+        later: dtype and requires_grad.
 
         Whole tensors that stand in for stored parts, as in torch.func.functional_call, are not parameters.
         """
@@ -213,7 +215,8 @@ class Engine:
             if param.name in now
         )
         ours = {param.name for param in layout}
-        return {id(param): name for name, param in now.items() if name in ours}, Layout(layout)
+        names = {id(param): name for name, param in now.items() if name in ours}
+        return names | self.accumulation.names_of_parts(), Layout(layout)
 
     def digest(self) -> str:
         """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""

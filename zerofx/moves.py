@@ -28,7 +28,7 @@ def move_program(kind: Kind, params: Layout, mesh: Mesh) -> Program:
     axis, graph = mesh.axis("dp"), Graph()
     program = Program({kind: graph}, mesh, params, Level.PHYSICAL, {Invariant.MARKED, Invariant.MERGED})
     op: Any = torch.ops.zerofx.unshard.default if kind == "gather" else torch.ops.zerofx.reduce_grad.default
-    made, inputs = list[Any](), [graph.placeholder(param.name.replace(".", "_")) for param in params]
+    made, inputs = list[Any](), [graph.placeholder(f"{kind}_{place}") for place in range(len(params.params))]
     with fake_tensors():
         for param, given in zip(params, inputs, strict=True):
             stored = "replica" if param.dim is None else "shard"

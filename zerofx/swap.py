@@ -23,19 +23,22 @@ NAMES = "_zerofx_names"
 
 
 STANDS = "_zerofx_stands"
-"""Where a module keeps, by name, what stands beside its parameters while gradients wait or parameters are kept."""
+"""Where a module keeps, by name, what stands beside its parameters while gradients wait or parameters are kept.
+
+Every name is there, with None for nothing: compiled code is not guarded on keys that are missing.
+"""
 
 
 class Stand(NamedTuple):
     """What `zerofx::unshard_apart` needs beside what `zerofx::unshard` does; plain, for compiled code is guarded on it.
 
-    `whole` is the gathered parameter if it is `kept`, else a leaf without storage; unless gradients are `reduced`, it
-    gets them.
+    `whole` is the gathered parameter if it is `kept`, else a leaf without storage. Where it gets the gradients, `part`
+    is the stored part to read, which needs none; otherwise the parameter's own is read, and gradients are reduced.
     """
 
     whole: nn.Parameter
     kept: bool
-    reduced: bool
+    part: nn.Parameter | None
 
 
 class Read(NamedTuple):
@@ -48,11 +51,12 @@ class Read(NamedTuple):
 
 
 def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
-    part, stands = param.to_local(), module.__dict__.get(STANDS)
-    if stands is None or name not in stands:
-        return cast("Tensor", unshard(part, *how))
-    whole, kept, reduced = stands[name]
-    return cast("Tensor", unshard_apart(part if reduced else part.detach(), whole, *how, kept, reduced))
+    stand = module.__dict__[STANDS].get(name)
+    if stand is None:
+        return cast("Tensor", unshard(param.to_local(), *how))
+    whole, kept, part = stand
+    own = param.to_local() if part is None else part
+    return cast("Tensor", unshard_apart(own, whole, *how, kept, part is None))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -106,7 +110,7 @@ class Copied(nn.Module):
         cls = cast("Any", type(self))
         state = cast("Any", self).__getstate__()
         if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key != STANDS}
+            state = {key: dict.fromkeys(value) if key == STANDS else value for key, value in state.items()}
         return _rebuild, (cls.zerofx_base, cls.zerofx_names), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,6 +202,7 @@ def swap_class(module: nn.Module) -> None:
     reads = module.__dict__.setdefault(READS, {})
     names = tuple(name for name in module._parameters if name in reads)
     module.__dict__[READS] = {name: reads[name] for name in names}
+    module.__dict__[STANDS] = dict.fromkeys(names)
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = sharded_class(cast("Any", type(module)), names)
 
