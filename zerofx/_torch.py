@@ -86,12 +86,12 @@ def own_limit(modules: int = 1) -> dict[str, Any]:
     """Arguments of torch.compile that let a model count its own recompilations, where torch knows them.
 
     Otherwise models with the same module classes share one limit, past which the classes' code runs eagerly. The limit
-    is torch's, and one more for each further module that shares the compiled code.
+    is twice torch's, for what is compiled once more where gradients wait, and one more for each further module that
+    shares the compiled code.
     """
     known = inspect.signature(torch.compile).parameters
     asked: dict[str, Any] = {"isolate_recompiles": True}
-    if modules > 1:
-        asked["recompile_limit"] = _dynamo.config.recompile_limit + modules - 1
+    asked["recompile_limit"] = 2 * _dynamo.config.recompile_limit + modules - 1
     return {name: value for name, value in asked.items() if name in known}
 
 

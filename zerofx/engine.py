@@ -25,6 +25,7 @@ from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
 from zerofx.config import PRECISIONS, Config
 from zerofx.decide import NOTHING_DECIDED, Decision, Forecast, MemoryLimitError, Settled
+from zerofx.defer import defers
 from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
 from zerofx.manager import Pass
@@ -81,6 +82,10 @@ class Engine:
         kept until that is left. With `defer` gradients wait, and the last backward reduces them.
         """
         return self.accumulation.micro_batch(first, last, defer)
+
+    def defers(self, accumulate: str) -> bool:
+        """Whether gradients of a step's micro-batches wait for the last one; see `zerofx.defer.defers`."""
+        return defers(self, accumulate)
 
     def capture_alone(self, layout: Layout) -> Capture:
         """For a program of these parameters that no model was traced for."""
