@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.distributed.ranks import Net, both, gradients, has, message, on_ranks, rows, same, sharded, whole
-from tests.distributed.runs import ByteCounter, Spy, spied
+from tests.distributed.runs import ByteCounter, Spy, spied, stored
 from tests.distributed.test_bytes import sent
 from tests.training import adamw, sgd
 
@@ -184,17 +184,13 @@ def input_loss(model: nn.Module, seed: int) -> torch.Tensor:
     return model(rows(seed).requires_grad_()).square().mean()
 
 
-def steps_bytes(stage: int, count: int, around: Around) -> Iterator[int]:
+def step_bytes(model: nn.Module, count: int, around: Around, counter: ByteCounter) -> Iterator[int]:
     """What this rank really sends in each of three steps."""
-    world = dist.get_world_size()
-    counter = ByteCounter(world)
-    with spied(), mock.patch.object(Spy, "listeners", (counter,)):
-        model = sharded(Plain(), stage=stage)
-        for step in range(3):
-            counter.bytes = 0
-            run(model, step, count, around, input_loss)
-            model.zero_grad()
-            yield counter.bytes
+    for step in range(3):
+        counter.bytes = 0
+        run(model, step, count, around, input_loss)
+        model.zero_grad()
+        yield counter.bytes
 
 
 def travels(stage: int, count: int, around: Around) -> int:
@@ -208,10 +204,15 @@ def travels(stage: int, count: int, around: Around) -> int:
 
 def check_bytes(stage: int, count: int, around: Around) -> None:
     world = dist.get_world_size()
+    counter = ByteCounter(world)
+    with spied(), mock.patch.object(Spy, "listeners", (counter,)):
+        model = sharded(Plain(), stage=stage)
+        found = list(step_bytes(model, count, around, counter))
     times = travels(stage, count, around)
-    sizes = ((13, 7), (5, 13))
-    expected = sum(sent(size, 0 if stage else None, world, times) for size in sizes)
-    assert list(steps_bytes(stage, count, around)) == [expected] * 3
+    # An all-reduce is two travels, and a rank sends whole bytes in each.
+    once = [sent(size, dim, world, 2 if dim is None else 1) for size, dim in stored(model).values()]
+    expected = sum(once) * (times if stage else times // 2)
+    assert found == [expected] * 3, (found, expected)
 
 
 @pytest.mark.parametrize("around", [always, *WAYS])
