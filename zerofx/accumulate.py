@@ -6,7 +6,6 @@ What waits is a partial DTensor, the mean of what the ranks hold. `zero_grad` di
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from zerofx import _torch
 from zerofx.layout import Layout, ParamLayout
 from zerofx.moves import Kind, Move, move
+from zerofx.stands import Stands
 from zerofx.stored import contiguous_stride, local_rows
-from zerofx.swap import NAMES, STANDS, Stand
+from zerofx.unreduced import WAITING
 
 if TYPE_CHECKING:
     from zerofx.engine import Engine
@@ -34,14 +33,6 @@ class MicroBatch(NamedTuple):
     defers: bool
 
 
-class Known(NamedTuple):
-    """A stand, and what it was made for."""
-
-    stand: Stand
-    param: weakref.ref[nn.Parameter]
-    kept: Tensor | None
-
-
 class Accumulation:
     """Decides what forwards of one model read and where gradients go, and reduces those that have waited."""
 
@@ -49,61 +40,27 @@ class Accumulation:
         self.engine, self.world = engine, engine.mesh.world
         self.synchronises = True
         self.micro: MicroBatch | None = None
-        self.kept: dict[str, Tensor] = {}
-        self.known: dict[str, Known] = {}
         self.moves: dict[tuple[Kind, tuple[ParamLayout, ...]], Move] = {}
+        self.stands = Stands(lambda: engine.model(), self._arrived)
         self.may_wait, self.due = True, False
-        _watch_steps(self)
+        WAITING.add(self)
 
     # Before a forward.
 
     def prepare(self) -> None:
-        """Puts beside each parameter what the next forward reads it with."""
-        if self.world == 1 or not torch.is_grad_enabled():
-            return
-        deferred = self.defers()
-        if not (deferred or self.kept or self.known):
-            return
-        known, self.known = self.known, {}
-        for stands, names, params in self._places():
-            for name in stands:
-                found = self._stand(names[name], params.get(name), deferred, known)
-                stands[name] = found and found.stand
-                if found:
-                    self.known[names[name]] = found
+        """Decides what the next forward reads, and where its gradients go.
 
-    def defers(self) -> bool:
-        """Whether gradients of the next forward wait in any case: those that come when some wait already do."""
-        wished = not self.synchronises if self.micro is None else self.micro.defers
-        return wished or bool(self.waiting())
-
-    def _stand(self, name: str, param: Tensor | None, deferred: bool, known: dict[str, Known]) -> Known | None:
-        kept = self.kept.get(name)
-        if not isinstance(param, DTensor) or (kept is None and not (deferred and param.requires_grad)):
-            return None
-        waits = deferred and param.requires_grad
-        local = param.to_local().detach()
-        for found in (self.known.get(name), known.get(name)):  # tied places share one
-            if found and found.param() is cast(Any, param) and found.kept is kept and _reads(found.stand, local, waits):
-                return found
-        if waits and param._backward_hooks:
-            raise RuntimeError(
-                f"parameter {name!r} has a tensor hook, which sees reduced gradients only: reduce those of each "
-                "micro-batch, without no_sync, or put the hook on with register_post_accumulate_grad_hook"
-            )
-        data = local.new_zeros(()).expand(param.shape) if kept is None else kept
-        whole = nn.Parameter(data, requires_grad=waits)
-        part = nn.Parameter(local, requires_grad=False) if waits else None
-        if waits:
-            arrived = functools.partial(self._arrived, cast("nn.Parameter", param))
-            cast(Any, whole).register_post_accumulate_grad_hook(arrived)
-        return Known(Stand(whole, kept is not None, part), weakref.ref(cast("nn.Parameter", param)), kept)
+        Those that come while some wait have to wait, too: reduced ones cannot be added to them.
+        """
+        if self.world > 1 and torch.is_grad_enabled():
+            wished = not self.synchronises if self.micro is None else self.micro.defers
+            self.stands.put(wished or bool(self.waiting()))
 
     # From a forward to its backward.
 
     def follow(self, result: Any) -> None:
         """Lets the backward of what a forward returned begin with a look at what has changed since."""
-        begin = functools.partial(self._begin, self._state(), self.defers())
+        begin = functools.partial(self._begin, self._state(), self.stands.deferred)
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
@@ -119,6 +76,8 @@ class Accumulation:
             )
         if not deferred:
             self.reduce()
+        if deferred != self.stands.deferred:
+            self.stands.put(deferred)  # for what the backward computes again
 
     def _arrived(self, param: nn.Parameter, whole: Tensor) -> None:
         """Moves a whole gradient to where it waits: to the parameter's `grad`, with what is there."""
@@ -142,14 +101,6 @@ class Accumulation:
             self.reduce()
 
     # What waits.
-
-    def names_of_parts(self) -> dict[int, str]:
-        """The names of the parameters for which stored parts stand, by the parts' ids."""
-        return {id(known.stand.part): name for name, known in self.known.items() if known.stand.part is not None}
-
-    def names_of_wholes(self) -> dict[int, str]:
-        """The names of the parameters beside which whole tensors stand, by the tensors' ids."""
-        return {id(known.stand.whole): name for name, known in self.known.items()}
 
     def waiting(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients wait, in the layout's order, by their names."""
@@ -184,34 +135,26 @@ class Accumulation:
     def micro_batch(self, first: bool, last: bool, defer: bool) -> Iterator[None]:
         """See `Engine.micro_batch`."""
         if first:
-            self._drop()
+            self.stands.drop_kept()
         if first and not last and self.engine.config.stage in (1, 2) and self.world > 1:
             self._gather()
         self.micro = MicroBatch(last, defer and not (first and last))
         try:
             yield
         except BaseException:
-            self._drop()
+            self.stands.drop_kept()
             raise
         finally:
             self.micro = None
         if last:
-            self._drop()
+            self.stands.drop_kept()
 
     @torch.no_grad()
     def _gather(self) -> None:
         now = dict(self._model().named_parameters())
         names = tuple(param.name for param in self.engine.layout if param.dim is not None and param.name in now)
         parts = [cast("DTensor", now[name]).to_local() for name in names]
-        self.kept = dict(zip(names, self._move("gather", names)(parts), strict=True))
-
-    def _drop(self) -> None:
-        """Lets go of the parameters that were kept gathered."""
-        if not self.kept:
-            return
-        self.kept, self.known = {}, {}
-        for stands, *_ in self._places():
-            stands.update(dict.fromkeys(stands))
+        self.stands.kept = dict(zip(names, self._move("gather", names)(parts), strict=True))
 
     def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
         layout = self.engine.parameters_now()[1].of(names)
@@ -219,21 +162,10 @@ class Accumulation:
             self.moves[kind, layout.params] = move(kind, self.engine.capture_alone(Layout(layout.params)))
         return self.moves[kind, layout.params]
 
-    def _places(self) -> Iterator[tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]]:
-        """Each module's stands, and its parameters' names in the model and themselves."""
-        for module in self._model().modules():
-            if stands := module.__dict__.get(STANDS):
-                yield stands, module.__dict__[NAMES], module._parameters
-
     def _model(self) -> nn.Module:
         model = self.engine.model()
         assert model is not None
         return model
-
-
-def _reads(stand: Stand, local: Tensor, waits: bool) -> bool:
-    """Whether gradients go where they are to, and the part that is read is where the parameter's is."""
-    return (stand.part is not None) == waits and (stand.part is None or stand.part.data_ptr() == local.data_ptr())
 
 
 def is_partial(grad: Tensor | None) -> bool:
@@ -252,30 +184,3 @@ def _add_reduced(grad: Tensor, reduced: DTensor) -> None:
         local_rows(grad, placement.dim, mesh.size(), mesh.get_local_rank()).add_(reduced.to_local(), alpha=mesh.size())
     else:
         grad.add_(reduced.to_local())
-
-
-_WAITING = weakref.WeakSet[Accumulation]()
-
-
-def _watch_steps(accumulation: Accumulation) -> None:
-    """Lets no optimizer step on gradients that wait."""
-    if not _WATCHED:
-        _WATCHED.append(register_optimizer_step_pre_hook(_refuse_step))
-    _WAITING.add(accumulation)
-
-
-_WATCHED = list[Any]()
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A step with a closure makes its gradients later."""
-    if any(closure is not None for closure in (*args[1:], *kwargs.values())):
-        return
-    waiting = {id(param): name for each in list(_WAITING) for name, param in each.waiting().items()}
-    names = [waiting[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in waiting]
-    if names:
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() while the gradients of {names[0]!r} and {len(names) - 1} more wait to "
-            "be reduced: run forward and backward of the last micro-batch before it outside of no_sync(), or after "
-            "set_requires_gradient_sync(True)"
-        )

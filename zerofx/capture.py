@@ -209,13 +209,8 @@ def _input_role(param: ParamLayout, stored: bool) -> str:
 
 
 def _drop_own_views(graph: Graph) -> None:
-    """DTensor views a stored part as itself on the way in and out; such views name rows that differ by rank.
-
-    A part whose gradient goes elsewhere comes detached.
-    """
-    for node in graph.nodes:
-        if node.target not in (aten.view.default, aten.detach.default):
-            continue
+    """DTensor views a stored part as itself on the way in and out; such views name rows that differ by rank."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
         part, known = source(node), tag(source(node))
         stored = part.op == "placeholder" and known is not None and known.role in ("shard", "replica")
         same = part.meta["val"].shape == node.meta["val"].shape

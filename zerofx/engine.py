@@ -121,7 +121,7 @@ class Engine:
     def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Capture, Callable[..., Any]]:
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
-        stands = self.accumulation.names_of_wholes()
+        stands = self.accumulation.stands.names_of_wholes()
         wholes = {place: stands[id(value)] for place, value in enumerate(inputs) if id(value) in stands}
         if self.config.per_block:
             layout = layout.of(params.values())
@@ -221,7 +221,7 @@ class Engine:
         )
         ours = {param.name for param in layout}
         names = {id(param): name for name, param in now.items() if name in ours}
-        return names | self.accumulation.names_of_parts(), Layout(layout)
+        return names | self.accumulation.stands.names_of_parts(), Layout(layout)
 
     def digest(self) -> str:
         """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""

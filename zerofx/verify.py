@@ -32,13 +32,7 @@ from zerofx.program import (
     stored_part,
     tag,
 )
-from zerofx.verify_physical import (
-    check_bounded,
-    check_gathered,
-    check_partial,
-    check_reduced,
-    check_waited,
-)
+from zerofx.verify_physical import check_bounded, check_gathered, check_partial, check_reduced, check_waited
 
 __all__ = ["InvariantError", "check"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.distributed.ranks import Net, both, gradients, has, message, on_ranks, rows, same, sharded, whole
 from tests.distributed.runs import ByteCounter, Spy, spied, stored
 from tests.distributed.test_bytes import sent
-from tests.training import adamw, sgd
+from tests.training import adamw, compare, sgd
 
 COUNTS = (3, 1, 4, 3)
 """Micro-batches of the steps of one training."""
@@ -431,6 +433,64 @@ def test_one_rank_has_nothing_to_reduce() -> None:
     same(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
+@on_ranks(2)
+def test_what_waits_is_reduced_in_the_dtype_asked_for() -> None:
+    model, plain = both(Net, reduce_dtype="bf16")
+    run(model, 0, 3, by_no_sync)
+    expect(plain, 0, 3)
+    dtypes = {row.dtype for row in zerofx.inspect(model).collectives().rows if row.part == "reduce"}
+    assert dtypes == {"bf16"}
+    assert not compare(gradients(model), gradients(plain), rtol=2e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_under_autocast_waiting_changes_no_more_than_the_order_of_a_sum(stage: int) -> None:
+    found = []
+    for around in (always, by_no_sync, deferring, reducing):
+        torch.manual_seed(0)
+        model = sharded(Net(), stage=stage, precision="bf16")
+        run(model, 0, 3, around)
+        found.append(gradients(model))
+    for each in found[1:]:
+        same(each, found[0])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"per_block": True}, {"backend": "eager"}])
+@on_ranks(2)
+def test_what_the_backward_computes_again_reads_parameters_as_its_forward_did(options: dict[str, Any]) -> None:
+    model, plain = both(Checkpointed, **options)
+    rank = dist.get_rank()
+    first = net_loss(model, rank)
+    with model.no_sync():
+        net_loss(model, 10 + rank).backward()
+    first.backward()
+    expect(plain, 0, 2)
+    same(gradients(model), gradients(plain))
+
+
+@on_ranks(2)
+def test_kept_parameters_are_freed_behind_the_last_micro_batch() -> None:
+    model = sharded(Net(), stage=2)
+    stands = model.__dict__["_zerofx_engine"].accumulation.stands
+    for number in range(3):
+        with reducing(model, number, 3):
+            whole_weight = weakref.ref(stands.kept["a.weight"])
+            net_loss(model, 0).backward()
+        assert (whole_weight() is None) is (number == 2)
+
+
 # What is refused.
 
 
@@ -455,7 +515,10 @@ def test_a_step_while_gradients_wait_is_refused() -> None:
         net_loss(model, 0).backward()
     net_loss(other, 0).backward()
     sgd(other.parameters()).step()
-    has(message(optimizer.step, RuntimeError), ["SGD.step()", "'a.weight' and 5 more wait", "outside of no_sync()"])
+    has(
+        message(optimizer.step, RuntimeError),
+        ["SGD.step()", "6 of them, such as that of 'a.weight'", "outside of no_sync()"],
+    )
     net_loss(model, 0).backward()
     optimizer.step()
 
