@@ -11,14 +11,25 @@ from torch.fx import Node
 
 from zerofx.edit import Replacement
 from zerofx.layout import ParamLayout, PerRank
-from zerofx.program import Invariant, Level, Program, group, is_view, marked_param, output_tags, outputs, source
+from zerofx.program import (
+    Invariant,
+    Level,
+    Program,
+    group,
+    is_kept,
+    is_view,
+    marked_param,
+    output_tags,
+    outputs,
+    source,
+)
 
 aten, c10d, zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 
 
 @dataclass(frozen=True)
 class InsertAllGather:
-    """Of a replicated parameter, and on one rank, the stored tensor itself is read."""
+    """Of a replicated parameter, and on one rank, the stored tensor itself is read; and what is kept, where it is."""
 
     name: ClassVar[str] = "insert-all-gather"
     level: ClassVar[Level] = Level.PHYSICAL
@@ -33,7 +44,7 @@ class InsertAllGather:
             for marker in graph.find_nodes(op="call_function", target=zerofx.unshard.default):
                 param = program.layout[marked_param(marker)]
                 world = program.mesh.axis_of_group(group(marker)).size
-                if param.dim is not None and world > 1:
+                if param.dim is not None and world > 1 and not is_kept(marker):
                     _gather(marker, param, world)
                 else:
                     _read(marker, may_alias=not _reaches(marker, seen))

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from zerofx.edit import Replacement
-from zerofx.program import CASTS, Invariant, Level, Program, cast_to, marked_param, source
+from zerofx.program import CASTS, Invariant, Level, Program, cast_to, is_kept, marked_param, source
 
 UNSHARD = torch.ops.zerofx.unshard.default
 
@@ -28,7 +28,7 @@ class SinkCasts:
     def __call__(self, program: Program) -> None:
         for graph in program.graphs.values():
             for marker in graph.find_nodes(op="call_function", target=UNSHARD):
-                if program.layout[marked_param(marker)].dim is not None:
+                if program.layout[marked_param(marker)].dim is not None and not is_kept(marker):
                     _sink(marker)
 
 

@@ -86,12 +86,12 @@ def own_limit(modules: int = 1) -> dict[str, Any]:
     """Arguments of torch.compile that let a model count its own recompilations, where torch knows them.
 
     Otherwise models with the same module classes share one limit, past which the classes' code runs eagerly. The limit
-    is torch's, and one more for each further module that shares the compiled code.
+    is twice torch's, for what is compiled once more where gradients wait, and one more for each further module that
+    shares the compiled code.
     """
     known = inspect.signature(torch.compile).parameters
     asked: dict[str, Any] = {"isolate_recompiles": True}
-    if modules > 1:
-        asked["recompile_limit"] = _dynamo.config.recompile_limit + modules - 1
+    asked["recompile_limit"] = 2 * _dynamo.config.recompile_limit + modules - 1
     return {name: value for name, value in asked.items() if name in known}
 
 
@@ -141,6 +141,16 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies each tensor, in place, by the 0-dim one."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Runs the function when the backward that is under way has come to its end."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The hooks that run behind the accumulation of a parameter's gradient."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def input_index(desc: Any) -> int | None:

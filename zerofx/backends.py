@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 
 from zerofx import _torch
 from zerofx.capture import Capture, has_markers
@@ -18,23 +18,29 @@ Compiled = Callable[..., Any]
 def interpret(capture: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Runs the rewritten graphs node by node, and frees each value after its last use."""
 
-    def runner(graph_module: GraphModule, _: Any) -> Compiled:
-        interpreter = Interpreter(graph_module)
-
-        def run(args: list[Any]) -> Any:
-            try:
-                return interpreter.boxed_run(args)
-            finally:
-                interpreter.env.clear()  # it would hold the results until its next run
-
-        return _torch.boxed(run)
-
-    def infer(graph_module: GraphModule, example_inputs: Any) -> Compiled:
+    def infer(graph_module: GraphModule, _: Any) -> Compiled:
         capture.infer(graph_module.graph)
         graph_module.recompile()
-        return runner(graph_module, example_inputs)
+        return _runner(graph_module)
 
-    return _torch.aot_compile(gm, inputs, runner, infer, capture.partition)
+    return _torch.aot_compile(gm, inputs, _runner, infer, capture.partition)
+
+
+def run_alone(graph: Graph) -> Compiled:
+    """Runs a graph node by node; it takes its inputs as one list, which is emptied."""
+    return _runner(GraphModule({}, graph))
+
+
+def _runner(graph_module: GraphModule, _: Any = None) -> Compiled:
+    interpreter = Interpreter(graph_module)
+
+    def run(args: list[Any]) -> Any:
+        try:
+            return interpreter.boxed_run(args)
+        finally:
+            interpreter.env.clear()  # it would hold the results until its next run
+
+    return _torch.boxed(run)
 
 
 def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any], use_caches: bool = True) -> Compiled:

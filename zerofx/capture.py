@@ -20,10 +20,12 @@ from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.manager import Pass, Step, run
 from zerofx.mesh import Mesh
 from zerofx.need import need_of
+from zerofx.ops import REPLICATED
 from zerofx.program import (
     Level,
     Program,
     Tag,
+    is_kept,
     marked_param,
     output_node,
     output_tags,
@@ -37,14 +39,15 @@ from zerofx.text import show
 from zerofx.unrepeatable import save_unrepeatable
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
-MARKERS = {zerofx.unshard.default, zerofx.reduce_grad.default}
+MARKERS = {zerofx.unshard.default, zerofx.unshard_apart.default, zerofx.reduce_grad.default}
 
 
 @dataclass
 class Capture:
     """One graph that Dynamo has captured: the parameters among its inputs, and the passes that ran on it.
 
-    Parameters that are DTensors, or all where `in_parts`, are stored as `layout` says; others are whole.
+    Parameters that are DTensors, or all where `in_parts`, are stored as `layout` says; others are whole. `wholes` are
+    inputs that stand beside parameters, kept gathered or for their gradients.
     """
 
     params: Mapping[int, str]
@@ -54,6 +57,7 @@ class Capture:
     rank: int
     decision: Decision = NOTHING_DECIDED
     in_parts: bool = False
+    wholes: Mapping[int, str] = field(default_factory=dict)
     kind: str = ""
     chosen: Chosen | None = None
     steps: list[Step] = field(default_factory=list)
@@ -80,6 +84,12 @@ class Capture:
         self.steps += run(program, self.passes)
         self._localise(program)
 
+    def run_alone(self, program: Program) -> None:
+        """Runs the physical passes on a program of one graph that no model was traced for."""
+        (self.kind,) = program.graphs
+        self.steps = [Step("capture", show(program), 0.0), *run(program, self.passes)]
+        self._localise(program)
+
     def forecast(self, joint: GraphModule, inputs: Sequence[Any], steady: int, **kwargs: Any) -> Forecast:
         """What a step will hold beside `steady` bytes, when the graph, which stays as it is, is cut as decided."""
         module = GraphModule(joint, copy.deepcopy(joint.graph))
@@ -88,7 +98,7 @@ class Capture:
 
     def _start(self, name: str, graph: Graph) -> Program:
         program = Program({name: graph}, self.mesh, self.layout)
-        _tag_whole(graph, self.params, self.layout, self.mesh, self.in_parts)
+        _tag_whole(graph, self.params, self.wholes, self.layout, self.mesh, self.in_parts)
         self.steps = [Step("capture", show(program), 0.0)]
         self.steps += run(program, self.passes)
         return program
@@ -147,23 +157,36 @@ def nodes_of(gm: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Mesh, in_parts: bool) -> None:
+def _tag_whole(
+    graph: Graph,
+    params: Mapping[int, str],
+    wholes: Mapping[int, str],
+    layout: Layout,
+    mesh: Mesh,
+    in_parts: bool,
+) -> None:
     """Tags inputs, markers and outputs, and makes the graph that of rank 0."""
     for node in placeholders(graph):
         desc = node.meta.get("desc")
-        name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
+        name, whole = _named(desc, params), _named(desc, wholes)
         if _torch.is_tangent(desc):
             node.meta["zerofx"] = Tag("tangent")
+        elif whole is not None:
+            node.meta["zerofx"] = Tag("whole", (whole,))
         elif name is not None and isinstance(node.meta.get("val"), torch.Tensor):
             node.meta["zerofx"] = Tag(_input_role(layout[name], in_parts or _torch.is_subclass_part(desc)), (name,))
     _drop_own_views(graph)
+    _split_apart(graph)
     tags: list[Tag | None] = []
     out = output_node(graph)
     for value, desc in zip(outputs(graph), out.meta["desc"], strict=True):
         if not _torch.is_gradient(desc):
             tags.append(Tag("out") if value is not None else None)
             continue
-        name = params.get(-1 if (index := _torch.input_index(desc)) is None else index)
+        name, whole = _named(desc, params), _named(desc, wholes)
+        if whole is not None and value is not None:
+            tags.append(Tag("partial", (whole,)))
+            continue
         if name is None or value is None or not isinstance(value.meta.get("val"), torch.Tensor):
             tags.append(None)
             continue
@@ -171,6 +194,12 @@ def _tag_whole(graph: Graph, params: Mapping[int, str], layout: Layout, mesh: Me
         _tag_reductions(value, name)
     out.meta["zerofx"] = tuple(tags)
     _make_neutral(graph, layout, mesh.axis("dp").size)
+
+
+def _named(desc: Any, names: Mapping[int, str]) -> str | None:
+    """The name of the input that `desc` describes, or whose gradient it does, if it has one."""
+    index = _torch.input_index(desc)
+    return None if index is None else names.get(index)
 
 
 def _input_role(param: ParamLayout, stored: bool) -> str:
@@ -190,6 +219,15 @@ def _drop_own_views(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def _split_apart(graph: Graph) -> None:
+    """Makes each read with a whole tensor beside it a plain one: of the part, or, as of a replica, of what is kept."""
+    for node in graph.find_nodes(op="call_function", target=zerofx.unshard_apart.default):
+        part, whole, size, dim, rows, group, kept, _ = node.args
+        node.target = zerofx.unshard.default
+        node.args = (whole, size, REPLICATED, 0, group) if kept else (part, size, dim, rows, group)
+        node.kwargs = {}
+
+
 def _tag_reductions(grad: Node, name: str) -> None:
     todo, seen = [grad], set[Node]()
     while todo:
@@ -206,6 +244,8 @@ def _make_neutral(graph: Graph, layout: Layout, world: int) -> None:
     for node in graph.nodes:
         if node.target is zerofx.unshard.default:
             node.meta["zerofx"] = Tag("unshard", (marked_param(source(node)),))
+            if is_kept(node):
+                continue
             rows_at = 3
         elif node.target is zerofx.reduce_grad.default:
             rows_at = 2
@@ -251,5 +291,5 @@ def _tag_halves(program: Program, joint: tuple[Tag | None, ...], seen: int) -> N
     output_node(forward).meta["zerofx"] = (Tag("out"),) * seen + (Tag("saved"),) * saved
     output_node(backward).meta["zerofx"] = joint[seen:]
     for node in placeholders(backward):
-        if (known := tag(node)) and known.role not in ("tangent", "shard", "replica", "param"):
+        if (known := tag(node)) and known.role not in ("tangent", "shard", "replica", "param", "whole"):
             del node.meta["zerofx"]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from zerofx import _torch, records
+from zerofx.accumulate import Accumulation
 from zerofx.agree import RankMismatchError
 from zerofx.backends import Joint, inductor, interpret
 from zerofx.blocks import Users, compile_pieces
@@ -33,6 +34,7 @@ from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
 from zerofx.swap import READS
+from zerofx.sync import give_methods
 from zerofx.watch import follow
 from zerofx.writes import lent_outputs, refuse_writes
 
@@ -56,6 +58,7 @@ class Engine:
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.warned = False
         self.settled: Settled | None = None
+        self.accumulation = Accumulation(self)
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
         return _again, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.settled)
@@ -64,14 +67,26 @@ class Engine:
         """Makes calls of the model run compiled."""
         self.model = weakref.ref(model)
         model.__dict__["_zerofx_engine"] = self
+        give_methods(model)
         follow(self.group, model)
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
         if self.config.per_block and self.config.backend != "eager":
             compile_pieces(model, self.torch_compile)
 
-    def micro_batch(self, first: bool, last: bool, defer: bool) -> AbstractContextManager[Any]:
-        """What the forward and backward of one of a step's micro-batches run in."""
-        return nullcontext()
+    def micro_batch(self, first: bool, last: bool, defer: bool) -> AbstractContextManager[None]:
+        """Enter it around forward and backward of one micro-batch, where all those of a step are known.
+
+        Parameters must not change between the first and the last one. From the second micro-batch on, stages 1 and 2
+        gather nothing: all parameters are gathered as the first one is entered, unless it is the last one, too, and
+        kept until that is left. With `defer` gradients wait, and the last backward reduces them.
+        """
+        return self.accumulation.micro_batch(first, last, defer)
+
+    def capture_alone(self, layout: Layout) -> Capture:
+        """For a program of these parameters that no model was traced for."""
+        capture = Capture({}, self.passes, self.mesh, layout, self.rank)
+        self.captures.append(capture)
+        return capture
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model is called in, as `precision` says."""
@@ -101,16 +116,18 @@ class Engine:
     def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Capture, Callable[..., Any]]:
         names, layout = self.parameters_now()
         params = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+        stands = self.accumulation.stands.names_of_wholes()
+        wholes = {place: stands[id(value)] for place, value in enumerate(inputs) if id(value) in stands}
         if self.config.per_block:
             layout = layout.of(params.values())
         refuse_writes(gm, params)
-        if self.settled is None and self._decides(inputs, params):
-            self.settled = self._settle(gm, inputs, params, layout)
-        capture = self._capture(params, layout, self.decision)
+        if self.settled is None and self._decides(inputs, params | wholes):
+            self.settled = self._settle(gm, inputs, params, wholes, layout)
+        capture = self._capture(params, wholes, layout, self.decision)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
             return capture, interpret(capture, gm, inputs)
-        key = records.key(gm, inputs, params, self.digest())
+        key = records.key(gm, inputs, params | wholes, self.digest())
         compiled = inductor(capture, key, gm, inputs)
         if not capture.steps and not records.load(key, capture) and reads_parameters(gm):
             # Compiled by another process whose record is gone: without it there would be nothing to inspect.
@@ -132,22 +149,32 @@ class Engine:
         """What training graphs go by: nothing but the passes until the first one is there."""
         return NOTHING_DECIDED if self.settled is None else self.settled.decision
 
-    def _capture(self, params: Mapping[int, str], layout: Layout, decision: Decision) -> Capture:
+    def _capture(
+        self, params: Mapping[int, str], wholes: Mapping[int, str], layout: Layout, decision: Decision
+    ) -> Capture:
         passes = tuple(
             replace(step, keep=decision.keep) if isinstance(step, ReleaseAfterUse) else step for step in self.passes
         )
-        return Capture(params, passes, self.mesh, layout, self.rank, decision)
+        stored = self.mesh.world > 1
+        return Capture(params, passes, self.mesh, layout, self.rank, decision, stored, wholes)
 
     def _decides(self, inputs: Sequence[Any], params: Mapping[int, str]) -> bool:
         """Whether a graph is for training, in a model for which `memory` or `recompute` ask for a decision."""
         asked = self.config.memory is not None or bool(self.config.recompute)
         return asked and torch.is_grad_enabled() and any(inputs[place].requires_grad for place in params)
 
-    def _settle(self, gm: GraphModule, inputs: Sequence[Any], params: Mapping[int, str], layout: Layout) -> Settled:
+    def _settle(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        params: Mapping[int, str],
+        wholes: Mapping[int, str],
+        layout: Layout,
+    ) -> Settled:
         """Decides once, with the other ranks; graphs that are compiled later go by it."""
 
         def cut(joint: Joint, decision: Decision, steady: int) -> Forecast:
-            capture = self._capture(params, layout, decision)
+            capture = self._capture(params, wholes, layout, decision)
             return capture.forecast(joint.graph, joint.inputs, steady, **joint.options)
 
         model = self.model()
@@ -173,7 +200,8 @@ class Engine:
                     )
 
     def parameters_now(self) -> tuple[dict[int, str], Layout]:
-        """The names of the parameters by id, and the layout with what may change later: dtype and requires_grad.
+        """The names of the parameters, and of parts that are read for them, by id; and the layout with what may change
+        later: dtype and requires_grad.
 
         Whole tensors that stand in for stored parts, as in torch.func.functional_call, are not parameters.
         """
@@ -187,7 +215,8 @@ class Engine:
             if param.name in now
         )
         ours = {param.name for param in layout}
-        return {id(param): name for name, param in now.items() if name in ours}, Layout(layout)
+        names = {id(param): name for name, param in now.items() if name in ours}
+        return names | self.accumulation.stands.names_of_parts(), Layout(layout)
 
     def digest(self) -> str:
         """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""
@@ -222,13 +251,17 @@ class CompiledCall:
         engine = self.engine
         note_call(engine.group)
         try:
+            engine.accumulation.prepare()
             if engine.config.backend == "eager":
                 engine.refuse_new_parameters()
                 with RUNNING.forward(), engine.autocast():
-                    return self.call(*args, **kwargs)
+                    result = self.call(*args, **kwargs)
+                engine.accumulation.follow(result)
+                return result
             before = None if engine.warned else _torch.graph_break_reasons()
             with RUNNING.forward() as eager_reads, engine.autocast(), _torch.hook_guards():
                 result = self.call(*args, **kwargs)
+            engine.accumulation.follow(result)
         except BaseException as error:
             error = _torch.backend_error(error)
             note_call(engine.group, error)

@@ -165,7 +165,8 @@ def _bound(graph: Graph) -> int:
     total = 0
     for part in marked.graphs:
         for role, replicated in (("unshard", 0), ("reduce_grad", 2)):
-            markers = {line.params[0]: line for line in part.lines if line.target == f"zerofx.{role}.default"}
+            found = [line for line in part.lines if line.target == f"zerofx.{role}.default"]
+            markers = {line.params[0]: line for line in found if role == "reduce_grad" or line.args[2] != "-1"}
             for name, line in markers.items():
                 param = marked.params[name]
                 size = prod(param.size) * BYTES[line.dtype]

@@ -11,7 +11,7 @@ from zerofx.sequence import ISSUED, Block, Issued, blocks_of
 
 
 class Halves(NamedTuple):
-    """The collectives of a graph's forward, or of a graph that has no backward, and of its backward."""
+    """The collectives of a graph's forward, or of a graph that is alone, and of its backward."""
 
     forward: Block
     backward: Block
@@ -21,7 +21,8 @@ def halves_of(text: str, where: str, names: Mapping[str, str] | None = None) -> 
     """The collectives in a program's text after the last pass, with other names for its parameters if given."""
     blocks = blocks_of(text, where, names or {})
     nothing = Block("", ())
-    return Halves(blocks.get("inference", blocks.get("forward", nothing)), blocks.get("backward", nothing))
+    backward = blocks.pop("backward", nothing)
+    return Halves(next(iter(blocks.values()), nothing), backward)
 
 
 def noted(compiled: Callable[..., Any], halves: Callable[[Sequence[Any]], Halves], group: str) -> Callable[..., Any]:

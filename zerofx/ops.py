@@ -1,6 +1,6 @@
-"""The two ops that mark a sharded parameter in a program: `zerofx::unshard` and `zerofx::reduce_grad`.
+"""The ops that mark a sharded parameter in a program: `zerofx::unshard`, `unshard_apart` and `reduce_grad`.
 
-Both have a real eager body, so a program that no pass has touched is already right.
+All have a real eager body, so a program that no pass has touched is already right.
 """
 
 from __future__ import annotations
@@ -54,12 +54,29 @@ def reduce_grad(grad: Tensor, dim: int, rows: int, group: str) -> Tensor:
     return mean[:rows].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("zerofx::unshard_apart", mutates_args=())
+def unshard_apart(
+    shard: Tensor, whole: Tensor, size: Sequence[int], dim: int, rows: int, group: str, kept: bool, reduced: bool
+) -> Tensor:
+    """`unshard` with a whole tensor beside the part: the source if `kept`, and what gets the gradient unless `reduced`.
+
+    A gradient that is not reduced goes to `whole` as it is; a reduced one goes to `shard`, and `whole` has none.
+    """
+    copy: Tensor = whole.clone() if kept else unshard(shard, size, dim, rows, group)
+    return copy
+
+
 def _pad_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, rows]) if rows else tensor
 
 
 @unshard.register_fake
 def _(shard: Tensor, size: Sequence[int], dim: int, rows: int, group: str) -> Tensor:
+    return shard.new_empty(tuple(size))
+
+
+@unshard_apart.register_fake
+def _(shard: Tensor, whole: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
     return shard.new_empty(tuple(size))
 
 
@@ -80,6 +97,18 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return reduce_grad(grad, ctx.dim, ctx.rows, ctx.group), None, None, None, None
 
 
+def _save_unshard_apart(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *_, ctx.dim, ctx.rows, ctx.group, _, ctx.reduced = inputs
+    ctx.param = PARAM.get()
+
+
+def _unshard_apart_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if not ctx.reduced:
+        return None, grad, *[None] * 6
+    with of_param(ctx.param):
+        return reduce_grad(grad, ctx.dim, ctx.rows, ctx.group), *[None] * 7
+
+
 def _save_reduce_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     grad, ctx.dim, ctx.rows, ctx.group = inputs
     ctx.size, ctx.param = tuple(grad.shape), PARAM.get()
@@ -91,4 +120,5 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_unshard)
+unshard_apart.register_autograd(_unshard_apart_backward, setup_context=_save_unshard_apart)
 reduce_grad.register_autograd(_reduce_grad_backward, setup_context=_save_reduce_grad)

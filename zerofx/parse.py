@@ -38,7 +38,8 @@ SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 def parse(text: str) -> Program:
     """The program that `show` wrote as `text`; each node gets its `meta["val"]` from running its op on fake tensors.
 
-    The level is physical if there is a `forward` or `backward` graph, or an `inference` graph without zerofx ops.
+    The level is physical if there is a `forward`, `backward`, `gather` or `reduce` graph, or an `inference` graph
+    without zerofx ops.
     Groups are named as the axes of the mesh. Raises TextError.
     """
     lines = text.splitlines()
@@ -74,7 +75,7 @@ def parse(text: str) -> Program:
 
 
 def _level(graphs: dict[str, Graph]) -> Level:
-    if graphs.keys() & {"forward", "backward"}:
+    if graphs.keys() & {"forward", "backward", "gather", "reduce"}:
         return Level.PHYSICAL
     marked = any(
         isinstance(node.target, OpOverload) and node.target.namespace == "zerofx"

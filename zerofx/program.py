@@ -39,8 +39,10 @@ class Invariant(Enum):
 class Tag:
     """What zerofx knows of one node; the only thing it puts in `node.meta`.
 
-    Roles of inputs: `shard`, `replica` (a parameter as this rank stores it), `param` (a whole one), `tangent`.
-    Roles of outputs: `out` (seen by the user), `saved` (kept for the backward), `grad`.
+    Roles of inputs: `shard`, `replica` (a parameter as this rank stores it), `param` (a whole one), `whole` (what
+    stands beside one: the parameter gathered by an earlier graph, or a gradient of this rank alone), `tangent`.
+    Roles of outputs: `out` (seen by the user), `saved` (kept for the backward), `grad`, `partial` (a gradient of this
+    rank alone, which is reduced later).
     Roles of other nodes: `unshard` and `reduce_grad`, for the marker and all that replaces it.
     """
 
@@ -99,6 +101,12 @@ def marked_param(node: Node) -> str:
     return name
 
 
+def is_kept(node: Node) -> bool:
+    """Whether an unshard reads a parameter that was gathered in an earlier graph."""
+    known = tag(stored_part(node))
+    return known is not None and known.role == "whole"
+
+
 def group(node: Node) -> str:
     """The group of a marker or collective: its last argument."""
     return cast(str, node.args[-1])
@@ -141,7 +149,8 @@ def placeholders(graph: Graph) -> list[Node]:
 @dataclass
 class Program:
     """The graphs under their names: `joint` at the logical level, `forward` and `backward` at the physical one,
-    and `inference` alone at both for a region that has no backward.
+    `inference` alone at both for a region that has no backward, and `gather` or `reduce` alone, at the physical one,
+    for what is moved beside a model's graphs.
 
     `under_way` holds how many collectives of a role the schedule allows to be issued and not waited for, and `kept` the
     parameters that stay gathered for the backward where others are released.
@@ -167,11 +176,11 @@ def stored_parameters(program: Program) -> Iterator[tuple[Graph, Node, Tag]]:
                 yield graph, node, known
 
 
-def gradients(program: Program) -> Iterator[tuple[Node, Tag]]:
-    """The outputs that are gradients of parameters, each with its tag."""
+def gradients(program: Program, role: str = "grad") -> Iterator[tuple[Node, Tag]]:
+    """The outputs that are gradients of parameters, each with its tag; with the role `partial`, those of one rank."""
     for graph in program.graphs.values():
         for value, known in zip(outputs(graph), output_tags(graph), strict=True):
-            if value is not None and known is not None and known.role == "grad":
+            if value is not None and known is not None and known.role == role:
                 yield value, known
 
 

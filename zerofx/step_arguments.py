@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import torch
@@ -138,7 +138,8 @@ def defers(accumulate: str, engine: Engine) -> bool:
     settled = engine.settled
     if settled is None or settled.allowed is None:
         return False
-    whole = sum(prod(param.size) * param.dtype.itemsize for param in engine.layout if param.requires_grad)
+    world = engine.mesh.axis("dp").size
+    whole = sum(param.padded_bytes(world) for param in engine.layout if param.requires_grad)
     return settled.peak + whole <= settled.allowed
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx._torch import never_compile_alone
 from zerofx.gathered import Gathered
-from zerofx.ops import unshard
+from zerofx.ops import unshard, unshard_apart
 from zerofx.running import RUNNING
 from zerofx.sequence import of_param
 from zerofx.stored import converted, stored_as
@@ -20,6 +20,25 @@ from zerofx.stored import converted, stored_as
 READS = "_zerofx_reads"
 NAMES = "_zerofx_names"
 """Where a module keeps its parameters' names in the model; compiled code is not guarded on them, modules share it."""
+
+
+STANDS = "_zerofx_stands"
+"""Where a module keeps, by name, what stands beside its parameters while gradients wait or parameters are kept.
+
+Every name is there, with None for nothing: compiled code is not guarded on keys that are missing.
+"""
+
+
+class Stand(NamedTuple):
+    """What `zerofx::unshard_apart` needs beside what `zerofx::unshard` does; plain, for compiled code is guarded on it.
+
+    `whole` is the gathered parameter if it is `kept`, else a leaf without storage. Where it gets the gradients, `part`
+    is the stored part to read, which needs none; otherwise the parameter's own is read, and gradients are reduced.
+    """
+
+    whole: nn.Parameter
+    kept: bool
+    part: nn.Parameter | None
 
 
 class Read(NamedTuple):
@@ -31,12 +50,21 @@ class Read(NamedTuple):
     group: str
 
 
+def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
+    stand = module.__dict__[STANDS].get(name)
+    if stand is None:
+        return cast("Tensor", unshard(param.to_local(), *how))
+    whole, kept, part = stand
+    own = param.to_local() if part is None else part
+    return cast("Tensor", unshard_apart(own, whole, *how, kept, part is None))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     """Reads a whole parameter outside of compiled code."""
     try:
         with of_param(module.__dict__[NAMES][name]):
-            whole: Tensor = unshard(cast("DTensor", module._parameters[name]).to_local(), *how)
+            whole = _read(module, name, cast("DTensor", module._parameters[name]), how)
     except AttributeError as error:  # nn.Module would answer it with the shard itself
         raise RuntimeError(f"unsharding {name} failed: {error}") from error
     if not RUNNING.eager_reads:
@@ -55,7 +83,7 @@ def _reader(name: str) -> property:
         if how is None or not isinstance(param, DTensor):
             return param
         if torch.compiler.is_compiling():
-            return unshard(param.to_local(), *how)
+            return _read(self, name, param, how)
         return _read_outside(self, name, how)
 
     never_compile_alone(read)
@@ -80,7 +108,10 @@ class Copied(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls = cast("Any", type(self))
-        return _rebuild, (cls.zerofx_base, cls.zerofx_names), cast("Any", self).__getstate__()
+        state = cast("Any", self).__getstate__()
+        if isinstance(state, dict):
+            state = {key: dict.fromkeys(value) if key == STANDS else value for key, value in state.items()}
+        return _rebuild, (cls.zerofx_base, cls.zerofx_names), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
@@ -171,6 +202,7 @@ def swap_class(module: nn.Module) -> None:
     reads = module.__dict__.setdefault(READS, {})
     names = tuple(name for name in module._parameters if name in reads)
     module.__dict__[READS] = {name: reads[name] for name in names}
+    module.__dict__[STANDS] = dict.fromkeys(names)
     module.__dict__.pop("_flat_weights", None)
     module.__class__ = sharded_class(cast("Any", type(module)), names)
 

@@ -10,7 +10,7 @@ from zerofx.config import ConfigError
 HYBRID, CONTEXT, EXPERT = "hybrid sharding (HSDP)", "context parallelism", "expert parallelism"
 TENSOR, PIPELINE, OFFLOAD = "tensor parallelism", "pipeline parallelism", "offload"
 STAGES = "stages per module"
-ACCUMULATION, WRAPPING = "gradient accumulation without reducing (`no_sync`)", "wrapping of single modules"
+WRAPPING = "wrapping of single modules"
 
 MISSING: Mapping[str, str] = {
     HYBRID: "give zerofx.compile a mesh with one data-parallel dimension, named 'dp'",
@@ -21,7 +21,6 @@ MISSING: Mapping[str, str] = {
     OFFLOAD: "store less on each rank with stage=3, over more ranks if need be",
     STAGES: "give the whole model one stage, and take parameters out with ignored_params",
     WRAPPING: "leave it out, zerofx buckets what it gathers by size (bucket_mb)",
-    ACCUMULATION: "call backward for each micro-batch, which reduces each time and adds up in p.grad",
 }
 """Features that zerofx does not have, and what to do without each."""
 
@@ -91,7 +90,8 @@ ARGUMENTS: Mapping[str, str] = {
     "reduce_bucket_size": "DeepSpeed's, in elements: pass bucket_mb, in MiB",
     "allgather_bucket_size": "DeepSpeed's, in elements: pass bucket_mb, in MiB",
     "stage3_param_persistence_threshold": "DeepSpeed's name for persist_below: pass persist_below",
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": "no part of compile: pass microbatches to zerofx.train_step, or call backward "
+    "for each micro-batch, inside model.no_sync() but for the last one",
     "gradient_clipping": "no part of compile: pass clip to zerofx.train_step, or call clip_grad_norm_",
     "fp16": "DeepSpeed's: pass precision='fp16'; zerofx.train_step scales the loss, or torch.amp.GradScaler does",
     "bf16": "DeepSpeed's: pass precision='bf16'",

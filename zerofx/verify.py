@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -31,7 +32,7 @@ from zerofx.program import (
     stored_part,
     tag,
 )
-from zerofx.verify_physical import check_bounded, check_gathered, check_reduced, check_waited
+from zerofx.verify_physical import check_bounded, check_gathered, check_partial, check_reduced, check_waited
 
 __all__ = ["InvariantError", "check"]
 
@@ -84,6 +85,7 @@ def _marked(program: Program) -> None:
         if not _comes_from(value, Tag("reduce_grad", known.params)):
             found = f"the gradient of {known.params[0]} is not reduced"
             fail(program, Invariant.MARKED, value, found, "pass it through zerofx::reduce_grad")
+    check_partial(program, Invariant.MARKED)
 
 
 def _readers(user: Node) -> list[Node]:
@@ -93,6 +95,9 @@ def _readers(user: Node) -> list[Node]:
 
 def _check_unshard(program: Program, node: Node, param: ParamLayout) -> None:
     stored, known = stored_part(node), tag(stored_part(node))
+    if known == Tag("whole", (param.name,)):
+        _check_marker(program, node, replace(param, dim=None), cast("list[int]", node.args[1]))
+        return
     if known is None or known.role not in ("shard", "replica") or known.params != (param.name,):
         found = f"it unshards {stored.name}"
         fail(program, Invariant.MARKED, node, found, f"unshard the stored part of {param.name}")
@@ -100,7 +105,10 @@ def _check_unshard(program: Program, node: Node, param: ParamLayout) -> None:
 
 
 def _check_reduce_grad(program: Program, node: Node, param: ParamLayout) -> None:
-    grad = source(node)
+    grad, known = source(node), tag(source(node))
+    if known is not None and known.role == "whole" and known.params != (param.name,):
+        found = f"{grad.name} is of {known.params[0]}"
+        fail(program, Invariant.MARKED, node, found, f"reduce the gradient of {param.name}")
     if _comes_from(grad, Tag("reduce_grad", (param.name,))):
         fail(program, Invariant.MARKED, node, f"{grad.name} is reduced already", "reduce each gradient once")
     _check_marker(program, node, param, grad.meta["val"].shape)

@@ -154,6 +154,27 @@ def check_reduced(program: Program) -> None:
         if found_dtype is not dtype:
             found = f"the gradient of {name} is {DTYPE_NAMES[found_dtype]}"
             fail(program, Invariant.REDUCED, value, found, f"cast it back to {DTYPE_NAMES[dtype]}, as the parameter is")
+    check_partial(program, Invariant.REDUCED)
+
+
+def check_partial(program: Program, invariant: Invariant) -> None:
+    """A gradient that waits is whole, in the parameter's dtype, and no reduction is behind it."""
+    seen = set[Node]()
+    for value, known in gradients(program, "partial"):
+        param = program.layout[known.params[0]]
+        todo = [value]
+        while todo:
+            node = todo.pop()
+            if (tag(node) or Tag("")).role == "reduce_grad":
+                found = f"the gradient of {param.name} is reduced, but is to wait for that"
+                fail(program, invariant, node, found, "return it as this rank has it")
+            if node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        size, dtype = tuple(value.meta["val"].shape), value.meta["val"].dtype
+        if (size, dtype) != (param.size, param.dtype):
+            found = f"the gradient of {param.name} that waits is {DTYPE_NAMES[dtype]}{list(size)}"
+            fail(program, invariant, value, found, f"give it as {DTYPE_NAMES[param.dtype]}{list(param.size)}")
 
 
 def _check_reduction(program: Program, node: Node, param: ParamLayout) -> None:

@@ -16,7 +16,7 @@ from zerofx import _torch
 from zerofx.capture import nodes_of
 from zerofx.gathered import IN_PLACE_OPERATORS, LostWriteError, lost
 
-UNSHARD = torch.ops.zerofx.unshard.default
+UNSHARDS = {torch.ops.zerofx.unshard.default, torch.ops.zerofx.unshard_apart.default}
 
 
 def refuse_writes(gm: GraphModule, params: Mapping[int, str]) -> None:
@@ -67,7 +67,7 @@ def _gathered(gm: GraphModule, params: Mapping[int, str]) -> dict[int, str]:
     return {
         _torch.storage_id(_value(node)): f"parameter {names.get(id(_value(_stored(node))), '')}".strip()
         for node in nodes_of(gm)
-        if node.target is UNSHARD
+        if node.target in UNSHARDS
     }
 
 

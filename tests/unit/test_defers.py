@@ -11,21 +11,24 @@ import torch
 from zerofx.config import Config
 from zerofx.decide import NOTHING_DECIDED, Settled
 from zerofx.layout import Layout, ParamLayout
+from zerofx.mesh import Mesh
 from zerofx.step_arguments import defers
 
 LAYOUT = Layout(
     (
-        ParamLayout("a", (10, 10), torch.float32, 0),
+        ParamLayout("a", (9, 10), torch.float32, 0),
         ParamLayout("b", (10,), torch.bfloat16, None),
         ParamLayout("frozen", (1000,), torch.float32, 0, requires_grad=False),
     )
 )
-WHOLE = 10 * 10 * 4 + 10 * 2
+WHOLE = 10 * 10 * 4 + 10 * 2  # with the row that pads the first
 
 
 def engine(stage: int, memory: int | None = None, peak: int | None = None) -> Any:
     settled = None if peak is None else Settled(NOTHING_DECIDED, peak, memory)
-    return SimpleNamespace(config=Config(stage=stage, memory=memory), layout=LAYOUT, settled=settled)
+    return SimpleNamespace(
+        config=Config(stage=stage, memory=memory), layout=LAYOUT, settled=settled, mesh=Mesh.of(dp=2)
+    )
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, True), (1, True), (2, False), (3, False)])

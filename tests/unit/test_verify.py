@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests import broken_buckets
+from tests import broken_buckets, broken_waits
 from tests.broken import (
     ALLOWED,
     GATHER_AGAIN,
@@ -65,6 +65,9 @@ BROKEN = [
         (Invariant.GATHERED, broken_buckets.BUCKETS, broken_buckets.GATHERED),
         (Invariant.REDUCED, broken_buckets.BUCKETS, broken_buckets.REDUCED),
         (Invariant.WAITED, broken_buckets.BUCKETS, broken_buckets.WAITED),
+        (Invariant.MARKED, broken_waits.WAITS, broken_waits.MARKED),
+        (Invariant.REDUCED, broken_waits.LEFT, broken_waits.REDUCED),
+        (Invariant.MARKED, broken_waits.REDUCE, broken_waits.SUMS),
     )
     for name, (edits, said) in cases.items()
 ]
@@ -89,6 +92,12 @@ def test_a_gathered_parameter_is_not_saved_in_any_form(name: str) -> None:
 def test_what_a_bucket_gathers_is_not_saved_in_any_form(name: str) -> None:
     said = refused(Invariant.RELEASED, broken_buckets.BUCKETS, ("x @ saved", f"{name} @ saved"))
     assert said == f"{name} in forward: {broken_buckets.GATHER_AGAIN}"
+
+
+def test_gradients_that_wait_and_parameters_that_are_kept_are_not_refused() -> None:
+    check(edited(broken_waits.WAITS, [], {Invariant.MARKED, Invariant.MERGED}))
+    check(edited(broken_waits.REDUCE, [], {Invariant.MARKED, Invariant.MERGED}))
+    check(edited(broken_waits.LEFT, [], set(Invariant) - {Invariant.MARKED}))
 
 
 def test_a_gathered_parameter_is_not_left_to_the_partition() -> None:

@@ -1,0 +1,186 @@
+"""When a model's gradients are reduced: in each backward, or later, while each rank's own wait whole in `p.grad`.
+
+What waits is a partial DTensor, the mean of what the ranks hold. `zero_grad` discards it, as it does any gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._pytree import tree_leaves
+
+from zerofx import _torch
+from zerofx.layout import Layout, ParamLayout
+from zerofx.moves import Kind, Move, move
+from zerofx.stands import Stands
+from zerofx.stored import contiguous_stride, local_rows
+from zerofx.unreduced import WAITING
+
+if TYPE_CHECKING:
+    from zerofx.engine import Engine
+
+
+class MicroBatch(NamedTuple):
+    """Where `train_step` is: whether the backward is the last of the step, and whether gradients wait for that."""
+
+    last: bool
+    defers: bool
+
+
+class Accumulation:
+    """Decides what forwards of one model read and where gradients go, and reduces those that have waited."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.world = engine, engine.mesh.world
+        self.synchronises = True
+        self.micro: MicroBatch | None = None
+        self.moves: dict[tuple[Kind, tuple[ParamLayout, ...]], Move] = {}
+        self.stands = Stands(lambda: engine.model(), self._arrived)
+        self.may_wait, self.due = True, False
+        WAITING.add(self)
+
+    # Before a forward.
+
+    def prepare(self) -> None:
+        """Decides what the next forward reads, and where its gradients go.
+
+        Those that come while some wait have to wait, too: reduced ones cannot be added to them.
+        """
+        if self.world > 1 and torch.is_grad_enabled():
+            wished = not self.synchronises if self.micro is None else self.micro.defers
+            self.stands.put(wished or bool(self.waiting()))
+
+    # From a forward to its backward.
+
+    def follow(self, result: Any) -> None:
+        """Lets the backward of what a forward returned begin with a look at what has changed since."""
+        begin = functools.partial(self._begin, self._state(), self.stands.deferred)
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
+
+    def _state(self) -> tuple[bool, bool]:
+        return self.synchronises, self.micro is not None
+
+    def _begin(self, state: tuple[bool, bool], deferred: bool, _: Any) -> None:
+        if state != self._state():
+            raise RuntimeError(
+                "whether gradients are reduced was changed between a forward and its backward: run both inside or both "
+                "outside of no_sync(), and call set_requires_gradient_sync before the forward"
+            )
+        if not deferred:
+            self.reduce()
+        if deferred != self.stands.deferred:
+            self.stands.put(deferred)  # for what the backward computes again
+
+    def _arrived(self, param: nn.Parameter, whole: Tensor) -> None:
+        """Moves a whole gradient to where it waits: to the parameter's `grad`, with what is there."""
+        grad, whole.grad = cast("Tensor", whole.grad).detach(), None
+        shown = cast("DTensor | None", param.grad)
+        with torch.no_grad():
+            if shown is not None and is_partial(shown):
+                shown.to_local().add_(grad)
+            else:
+                if shown is not None:
+                    _add_reduced(grad, shown)
+                param.grad = _as(param, grad, Partial("avg"))
+        self.may_wait = True
+        if self.synchronises if self.micro is None else self.micro.last:
+            self.due = True
+            _torch.at_end_of_backward(self._finish)
+
+    def _finish(self) -> None:
+        """Runs at the end of a backward, once for each gradient that has arrived in it."""
+        if self.due:
+            self.reduce()
+
+    # What waits.
+
+    def waiting(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients wait, in the layout's order, by their names."""
+        model = self.engine.model()
+        if not self.may_wait or model is None:
+            return {}
+        now = dict(model.named_parameters())
+        found = {p.name: now[p.name] for p in self.engine.layout if p.name in now and is_partial(now[p.name].grad)}
+        self.may_wait = bool(found)
+        return found
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduces what waits, and runs the parameters' hooks that come behind the accumulation."""
+        self.due, waiting = False, self.waiting()
+        if not waiting:
+            return
+        grads = [cast("DTensor", param.grad).to_local().contiguous() for param in waiting.values()]
+        for param in waiting.values():
+            param.grad = None
+        reduced = self._move("reduce", tuple(waiting))(grads)
+        self.may_wait = False
+        for param, mean in zip(waiting.values(), reduced, strict=True):
+            param.grad = _as(param, mean, *cast("DTensor", param).placements)
+        for param in waiting.values():
+            for hook in _torch.post_accumulate_hooks(param):
+                hook(param)
+
+    # What `train_step` knows.
+
+    @contextmanager
+    def micro_batch(self, first: bool, last: bool, defer: bool) -> Iterator[None]:
+        """See `Engine.micro_batch`."""
+        if first:
+            self.stands.drop_kept()
+        if first and not last and self.engine.config.stage in (1, 2) and self.world > 1:
+            self._gather()
+        self.micro = MicroBatch(last, defer and not (first and last))
+        try:
+            yield
+        except BaseException:
+            self.stands.drop_kept()
+            raise
+        finally:
+            self.micro = None
+        if last:
+            self.stands.drop_kept()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        now = dict(self._model().named_parameters())
+        names = tuple(param.name for param in self.engine.layout if param.dim is not None and param.name in now)
+        parts = [cast("DTensor", now[name]).to_local() for name in names]
+        self.stands.kept = dict(zip(names, self._move("gather", names)(parts), strict=True))
+
+    def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
+        layout = self.engine.parameters_now()[1].of(names)
+        if (kind, layout.params) not in self.moves:
+            self.moves[kind, layout.params] = move(kind, self.engine.capture_alone(Layout(layout.params)))
+        return self.moves[kind, layout.params]
+
+    def _model(self) -> nn.Module:
+        model = self.engine.model()
+        assert model is not None
+        return model
+
+
+def is_partial(grad: Tensor | None) -> bool:
+    return isinstance(grad, DTensor) and grad.placements[0].is_partial()
+
+
+def _as(param: nn.Parameter, local: Tensor, placement: Any) -> DTensor:
+    mesh, stride = cast("DTensor", param).device_mesh, contiguous_stride(param.shape)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=param.shape, stride=stride)
+
+
+def _add_reduced(grad: Tensor, reduced: DTensor) -> None:
+    """Adds a reduced gradient to this rank's own, so that the mean over the ranks is that of both."""
+    mesh, (placement,) = reduced.device_mesh, reduced.placements
+    if isinstance(placement, Shard):
+        local_rows(grad, placement.dim, mesh.size(), mesh.get_local_rank()).add_(reduced.to_local(), alpha=mesh.size())
+    else:
+        grad.add_(reduced.to_local())

@@ -1,0 +1,107 @@
+"""What stands beside a model's parameters for its next forward: kept ones, gathered, and leaves that get gradients."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zerofx.swap import NAMES, STANDS, Stand
+
+
+class Known(NamedTuple):
+    """A stand, and what it was made for."""
+
+    stand: Stand
+    param: weakref.ref[nn.Parameter]
+    kept: Tensor | None
+
+
+Arrived = Callable[[nn.Parameter, Tensor], None]
+Place = tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]
+
+
+class Stands:
+    """Those of one model. `kept` are whole parameters that are read in place of gathering them, by name.
+
+    `deferred` is whether gradients go to whole leaves; `arrived` is called with the parameter and the leaf for each.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None], arrived: Arrived) -> None:
+        self.model, self.arrived = model, arrived
+        self.kept: dict[str, Tensor] = {}
+        self.deferred = False
+        self.known: dict[str, Known] = {}
+        self.parts: dict[str, nn.Parameter] = {}
+
+    def put(self, deferred: bool) -> None:
+        """Makes forwards read parameters with what is kept, and lets gradients go to whole leaves if `deferred`."""
+        self.deferred = deferred
+        if not (deferred or self.kept or self.known):
+            return
+        before, self.known = self.known, {}
+        for stands, names, params in self._places():
+            for name in stands:
+                found = self._find(names[name], params.get(name), before)
+                stands[name] = found and found.stand
+                if found:
+                    self.known[names[name]] = found
+
+    def drop_kept(self) -> None:
+        """Lets go of what was kept."""
+        if self.kept:
+            self.kept, self.known = {}, {}
+            for stands, *_ in self._places():
+                stands.update(dict.fromkeys(stands))
+
+    def names_of_parts(self) -> dict[int, str]:
+        """The names of the parameters for which stored parts stand, by the parts' ids."""
+        return {id(part): name for name, part in self.parts.items()}
+
+    def names_of_wholes(self) -> dict[int, str]:
+        """The names of the parameters beside which whole tensors stand, by the tensors' ids."""
+        return {id(known.stand.whole): name for name, known in self.known.items()}
+
+    def _places(self) -> Iterator[Place]:
+        """Each module's stands, and its parameters' names in the model and themselves."""
+        model = self.model()
+        for module in () if model is None else model.modules():
+            if stands := module.__dict__.get(STANDS):
+                yield stands, module.__dict__[NAMES], module._parameters
+
+    def _find(self, name: str, param: Tensor | None, before: dict[str, Known]) -> Known | None:
+        """The stand of a parameter; tied places share one, and one that was there stays."""
+        kept = self.kept.get(name)
+        if not isinstance(param, DTensor) or (kept is None and not (self.deferred and param.requires_grad)):
+            return None
+        part = self._part(name, param) if self.deferred and param.requires_grad else None
+        for found in (self.known.get(name), before.get(name)):
+            if found and found.param() is cast(Any, param) and found.kept is kept and found.stand.part is part:
+                return found
+        return self._made(name, cast("nn.Parameter", param), kept, part)
+
+    def _part(self, name: str, param: DTensor) -> nn.Parameter:
+        """The stored part as a parameter of its own, without a gradient."""
+        with torch.no_grad():
+            local = param.to_local()
+        part = self.parts.get(name)
+        if part is None or (part.data_ptr(), part.dtype) != (local.data_ptr(), local.dtype):
+            part = self.parts[name] = nn.Parameter(local.detach(), requires_grad=False)
+        return part
+
+    def _made(self, name: str, param: nn.Parameter, kept: Tensor | None, part: nn.Parameter | None) -> Known:
+        if part is not None and param._backward_hooks:
+            raise RuntimeError(
+                f"parameter {name!r} has a tensor hook, which sees reduced gradients only: reduce those of each "
+                "micro-batch, without no_sync, or put the hook on with register_post_accumulate_grad_hook"
+            )
+        data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape) if kept is None else kept
+        whole = nn.Parameter(data, requires_grad=part is not None)
+        if part is not None:
+            cast(Any, whole).register_post_accumulate_grad_hook(functools.partial(self.arrived, param))
+        return Known(Stand(whole, kept is not None, part), weakref.ref(param), kept)
