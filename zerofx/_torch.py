@@ -133,7 +133,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each tensor, in float32 at least."""
     if not tensors:
         return []
-    wide = {tensor.dtype for tensor in tensors} == {torch.float64}
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
 
 

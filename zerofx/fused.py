@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
 
 FUSED = frozenset({optim.Adam, optim.AdamW, optim.SGD})
 """Their fused kernels take `grad_scale` and `found_inf`, as torch.amp.GradScaler gives them."""
@@ -52,4 +53,10 @@ def _can_fuse(group: dict[str, Any]) -> bool:
     asked = group["fused"] is False or group["foreach"] or group["differentiable"] or group.get("capturable")
     if asked or isinstance(group["weight_decay"], Tensor):
         return False
-    return all(param.dtype in DTYPES and param.device.type in DEVICES for param in group["params"])
+    return all(param.dtype in DTYPES and param.device.type in DEVICES and _is_dense(param) for param in group["params"])
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether the parameter fills its memory without gaps, as fused kernels on CPUs take for granted."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()

@@ -132,7 +132,11 @@ def _stand_in(optimizer: optim.Optimizer) -> optim.Optimizer:
     stand_in.state, groups, loans = defaultdict(dict), list[State](), list[Loan]()
     for group in optimizer.param_groups:
         lent = [_lend(param, optimizer.state.get(param, {})) for param in group["params"]]
-        stand_in.state |= {loan.local: dict(loan.state) for loan in lent if loan.state}
+        stand_in.state |= {
+            loan.local: {name: _laid_out_as(loan.local, value) for name, value in loan.state.items()}
+            for loan in lent
+            if loan.state
+        }
         groups.append({**group, "params": [loan.local for loan in lent]})
         loans += lent
     stand_in.param_groups = groups
@@ -143,8 +147,15 @@ def _stand_in(optimizer: optim.Optimizer) -> optim.Optimizer:
 def _lend(param: Tensor, state: Mapping[str, Any]) -> Loan:
     local = _local(param).detach()
     if param.grad is not None:
-        local.grad = _local(param.grad)
+        local.grad = _laid_out_as(local, _local(param.grad))
     return Loan(param, local, {name: _local(value) for name, value in state.items()})
+
+
+def _laid_out_as(local: Tensor, value: Any) -> Any:
+    """A tensor of the local one's shape in its order of memory, by which fused kernels on CPUs go without looking."""
+    if not isinstance(value, Tensor) or value.shape != local.shape or value.stride() == local.stride():
+        return value
+    return torch.empty_like(local, dtype=value.dtype).copy_(value)
 
 
 def _local(value: Any) -> Any:

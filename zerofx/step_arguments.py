@@ -57,9 +57,7 @@ class StepArguments:
         if not isinstance(optimizer, optim.Optimizer):
             self._refuse("optimizer", "a torch.optim.Optimizer, built from model.parameters() after zerofx.compile")
         if isinstance(optimizer, optim.LBFGS):
-            self._refuse(
-                "optimizer", "one that steps on given gradients; LBFGS calls the loss again, for which write a loop"
-            )
+            self._refuse("optimizer", "one that steps on given gradients: LBFGS calls the loss again, in a loop")
         STALE.check(optimizer, (), {})
         known = {id(param) for param in model.parameters()}
         for place, group in enumerate(optimizer.param_groups):

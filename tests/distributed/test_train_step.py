@@ -360,6 +360,50 @@ def test_evaluation_gives_the_global_loss_and_leaves_modes_alone(pool: Callable[
     pool(world).run(check_evaluation)
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda value: value.clone(),
+    "transposed": lambda value: value.t().contiguous().t(),
+    "with gaps": lambda value: F.pad(value, (0, 2))[:, :-2],
+}
+
+
+@pytest.mark.parametrize("grad", LAYOUTS)
+@pytest.mark.parametrize("param", LAYOUTS)
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_layouts_in_memory_do_not_matter(make: MakeOptimizer, param: str, grad: str) -> None:
+    """Fused kernels on CPUs go through memory in its order, whatever the strides are."""
+    model, plain = nn.Linear(5, 6, bias=False), nn.Linear(5, 6, bias=False)
+    plain.load_state_dict(model.state_dict())
+    model.weight = nn.Parameter(LAYOUTS[param](model.weight.detach()))
+    zerofx.compile(model, backend="eager")
+    step = zerofx.train_step(model, lambda model: model(torch.ones(1, 5)).sum(), make(model.parameters()))
+    expected = make(plain.parameters())
+    for place in range(3):
+        value = torch.randn(6, 5, generator=torch.Generator().manual_seed(place))
+        handle = model.weight.register_post_accumulate_grad_hook(
+            lambda weight, value=value: setattr(weight, "grad", LAYOUTS[grad](value))
+        )
+        step()
+        handle.remove()
+        plain.weight.grad = value
+        expected.step()
+    near(model.state_dict(), plain.state_dict())
+
+
+def test_parameters_of_several_dtypes_have_one_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5).double(), nn.Linear(5, 5).bfloat16())
+    zerofx.compile(model, backend="eager")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return sum(layer(x.to(layer.weight.dtype)).square().mean().double() for layer in model)
+
+    grads = torch.autograd.grad(loss(model, batch(0, 0)[0][:, :5]), list(model.parameters()))
+    result = zerofx.train_step(model, loss, sgd(model.parameters()), loss_scale=8.0)(batch(0, 0)[0][:, :5])
+    expected = sum(grad.double().square().sum() for grad in grads).sqrt()
+    assert torch.allclose(result.grad_norm.double(), expected, rtol=1e-3) and not result.skipped
+
+
 def test_without_a_group_a_step_is_plain_torchs() -> None:
     torch.manual_seed(0)
     model, plain = zerofx.compile(Net(), backend="interpreter"), Net()
