@@ -68,7 +68,8 @@ class Neighbours:
 
     def __init__(self, rank: int, rings: Sequence[Tensor], doors: Mapping[int, socket.socket]) -> None:
         self.rank, self.rings, self.doors = rank, rings, doors
-        self.unwritten, self.unread, self.occupied = deque[Piece](), deque[Piece](), deque[Piece]()
+        self.unwritten, self.unread = deque[Piece](), deque[Piece]()
+        self.occupied = deque[tuple[int, int]]()  # numbers and starts of pieces: their tensors are let go of
         self.posted, self.end = 0, 0
         self.written, self.read = dict.fromkeys(doors, 0), dict.fromkeys(doors, 0)
         self.heard, self.gone = dict.fromkeys(doors, b""), set[int]()
@@ -152,7 +153,7 @@ class Neighbours:
             for other, tensor in zip(sorted(self.doors), part.sent, strict=False):
                 self._at(self.rank, other, start, part).copy_(tensor)
             start += part.nbytes
-        self.occupied.append(piece)
+        self.occupied.append((piece.number, piece.start))
         self._tell(WRITTEN, piece)
         return True
 
@@ -164,9 +165,9 @@ class Neighbours:
         return self.rings[writer].narrow(0, start % RING_BYTES, like.nbytes).view(like.dtype)
 
     def _has_room(self, piece: Piece) -> bool:
-        while self.occupied and self.occupied[0].number < min(self.read.values()):
+        while self.occupied and self.occupied[0][0] < min(self.read.values()):
             self.occupied.popleft()
-        return not self.occupied or piece.end - self.occupied[0].start <= RING_BYTES
+        return not self.occupied or piece.end - self.occupied[0][1] <= RING_BYTES
 
     def _tell(self, what: bytes, piece: Piece) -> None:
         for door in self.doors.values():
