@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from tests.bench import meter, plot, table
-from tests.bench.contestants import REFERENCE, choose
+from tests.bench.contestants import PRECISIONS, REFERENCE, choose
 from tests.bench.gpt import SIZES
 from tests.bench.launch import ROOT, Plan, Run, run
 from tests.bench.measure import WARMUP, WIRE
@@ -31,15 +31,16 @@ WIDTH = 160  # of the table, also where the output is a file
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="what is computed in")
     parser.add_argument("--rounds", type=int, default=2, help="the first compiles, the others find the compile cache")
     parser.add_argument("--steps", type=int, default=4, help=f"timed steps a round, after {WARMUP} that are not")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="contestants, by name or its beginning: floor,ddp,zerofx-3")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a contestant may take in a round")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: .cache/bench/SIZE")
+    parser.add_argument("--out", type=Path, help="folder of the results; default: .cache/bench/SIZE_PRECISION")
     parser.add_argument("--report", action="store_true", help="only show what an earlier run measured")
     arguments = parser.parse_args()
-    arguments.out = (arguments.out or CACHE / "bench" / arguments.size).resolve()
+    arguments.out = (arguments.out or CACHE / "bench" / f"{arguments.size}_{arguments.precision}").resolve()
     if min(arguments.rounds, arguments.steps, arguments.ranks) < 1:
         parser.error("--rounds, --steps and --ranks are at least 1")
     try:
@@ -70,8 +71,9 @@ def measure(arguments: argparse.Namespace, console: Console) -> None:
         shutil.rmtree(out / old, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     shim = meter.build(CACHE)
-    plan = Plan(arguments.size, arguments.steps, arguments.ranks, arguments.timeout, out, shim)
-    settings = {name: getattr(arguments, name) for name in ("size", "rounds", "steps", "ranks", "contestants")}
+    plan = Plan(arguments.size, arguments.precision, arguments.steps, arguments.ranks, arguments.timeout, out, shim)
+    asked = ("size", "precision", "rounds", "steps", "ranks", "contestants")
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in asked}
     settings |= {"warmup": WARMUP, "torch": torch.__version__, "cpus": os.cpu_count(), "machine": platform.platform()}
     order = [(number, name) for number in range(arguments.rounds) for name in arguments.contestants]
     order = [(number, name) for number, name in order if not number or name != REFERENCE]

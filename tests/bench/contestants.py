@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,8 @@ import zerofx
 MIB = 2**20
 BUCKET_MB = 25  # MiB, DDP's default; DeepSpeed's own default would reserve 2 GB
 FLOAT = 4  # bytes
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What is computed in; parameters, gradients and the optimizer are fp32 in any case."""
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,7 +31,8 @@ class Training:
     bytes_sent: Callable[[], int] | None = None
 
 
-Setup = Callable[[nn.Module], Training]
+Setup = Callable[[nn.Module, torch.dtype], Training]
+"""Takes the model and the dtype to compute in."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,13 @@ class Traffic:
     reduce_scatters: int = 0
     all_reduces: int = 0
 
-    def bytes_sent(self, elements: int, ranks: int) -> int:
-        """What each rank sends a step, by rings: (N-1)/N of the bytes a gather or scatter, twice that an all-reduce."""
-        passes = self.all_gathers + self.reduce_scatters + 2 * self.all_reduces
-        return passes * elements * FLOAT * (ranks - 1) // ranks
+    def bytes_sent(self, elements: int, ranks: int, dtype: torch.dtype = torch.float32) -> int:
+        """What each rank sends a step, by rings: (N-1)/N of the bytes a gather or scatter, twice that an all-reduce.
+
+        Parameters are gathered in the dtype to compute in, and gradients are reduced in fp32.
+        """
+        per_element = self.all_gathers * dtype.itemsize + (self.reduce_scatters + 2 * self.all_reduces) * FLOAT
+        return per_element * elements * (ranks - 1) // ranks
 
 
 SILENT, REPLICATED = Traffic(), Traffic(all_reduces=1)
@@ -54,12 +61,13 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def loop(forward: Step, model: nn.Module) -> Step:
-    """The ordinary step around a model's call."""
+def loop(forward: Step, model: nn.Module, dtype: torch.dtype = torch.float32) -> Step:
+    """The ordinary step around a model's call, under autocast to another dtype than fp32."""
     optimizer = adamw(model)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = forward(ids, targets)
+        with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            loss = forward(ids, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,29 +76,33 @@ def loop(forward: Step, model: nn.Module) -> Step:
     return step
 
 
-def local(model: nn.Module, compiled: bool) -> Training:
-    return Training(loop(torch.compile(model) if compiled else model, model))
+def local(model: nn.Module, dtype: torch.dtype, compiled: bool) -> Training:
+    return Training(loop(torch.compile(model) if compiled else model, model, dtype))
 
 
-def ddp(model: nn.Module, compiled: bool) -> Training:
+def ddp(model: nn.Module, dtype: torch.dtype, compiled: bool) -> Training:
     replicated = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    return Training(loop(torch.compile(replicated) if compiled else replicated, model))
+    return Training(loop(torch.compile(replicated) if compiled else replicated, model, dtype))
 
 
-def fsdp2(model: nn.Module, compiled: bool, stage: int) -> Training:
+def fsdp2(model: nn.Module, dtype: torch.dtype, compiled: bool, stage: int) -> Training:
     """Block by block, as `fully_shard` is meant to be used; stage 2 keeps gathered parameters for the backward."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    options = {
+        "mesh": dist.init_device_mesh("cpu", (dist.get_world_size(),)),
+        "reshard_after_forward": stage == 3,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    }
     for block in model.blocks:
         if compiled:
             block.compile()
-        fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
-    fully_shard(model, mesh=mesh, reshard_after_forward=stage == 3)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return Training(loop(model, model))
 
 
-def deepspeed(model: nn.Module, stage: int) -> Training:
+def deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Training:
     os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
     import deepspeed
 
@@ -103,7 +115,10 @@ def deepspeed(model: nn.Module, stage: int) -> Training:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero | {"stage3_prefetch_bucket_size": bucket},
+        "bf16": {"enabled": dtype == torch.bfloat16},
     }
+    if dtype == torch.bfloat16:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -115,8 +130,9 @@ def deepspeed(model: nn.Module, stage: int) -> Training:
     return Training(step)
 
 
-def zerofx_stage(model: nn.Module, stage: int) -> Training:
-    model = zerofx.compile(model, stage=stage)
+def zerofx_stage(model: nn.Module, dtype: torch.dtype, stage: int) -> Training:
+    (precision,) = (name for name, known in PRECISIONS.items() if known == dtype)
+    model = zerofx.compile(model, stage=stage, precision=precision)
     return Training(loop(model, model), lambda: zerofx.inspect(model).collectives().bytes_sent)
 
 

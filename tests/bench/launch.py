@@ -25,6 +25,7 @@ class Plan:
     """What all contestants have in common."""
 
     size: str
+    precision: str
     steps: int
     ranks: int
     timeout: float
@@ -74,6 +75,7 @@ def _processes(plan: Plan, contestant: str, processes: int, figures: Path, log: 
     options = {
         "contestant": contestant,
         "size": plan.size,
+        "precision": plan.precision,
         "steps": plan.steps,
         "ranks": plan.ranks,
         "timeout": plan.timeout,

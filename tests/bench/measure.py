@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bench import wire
-from tests.bench.contestants import BY_NAME, Contestant
+from tests.bench.contestants import BY_NAME, PRECISIONS, Contestant
 from tests.bench.gpt import GPT, SIZES, Size, global_batch
 from tests.bench.meter import HeapMeter, reset_resident_peak, resident
 
@@ -25,14 +25,14 @@ WARMUP = 2  # steps that compile, make the optimizer's states and DDP's final bu
 WIRE = "wire"
 
 
-def train(contestant: Contestant, size: Size, steps: int, ranks: int) -> dict[str, Any]:
+def train(contestant: Contestant, size: Size, steps: int, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
     """The figures of this rank: times and heap for every step, peaks over the steps after the warm-up."""
     rank, heap = dist.get_rank(), HeapMeter()
     mine = slice(None) if contestant.whole_batch else slice(rank * size.micro_batch, (rank + 1) * size.micro_batch)
     before, resident_before = heap.read(), resident()[0]
     start = time.perf_counter()
     torch.manual_seed(0)
-    training = contestant.setup(GPT(size))
+    training = contestant.setup(GPT(size), dtype)
     setup_seconds = time.perf_counter() - start
     wall, cpu, losses, steady = list[float](), list[float](), list[float](), list[tuple[int, int]]()
     for number in range(WARMUP + steps):
@@ -77,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contestant", required=True, choices=(WIRE, *BY_NAME))
     parser.add_argument("--size", required=True, choices=SIZES)
+    parser.add_argument("--precision", required=True, choices=PRECISIONS)
     parser.add_argument("--steps", type=int, required=True, help="timed steps")
     parser.add_argument("--ranks", type=int, required=True, help="micro-batches of the global batch")
     parser.add_argument("--timeout", type=float, required=True, help="seconds after which the rank shows where it is")
@@ -86,12 +87,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout))
-    size = SIZES[arguments.size]
+    size, dtype = SIZES[arguments.size], PRECISIONS[arguments.precision]
 
     def measure() -> dict[str, Any]:
         if arguments.contestant == WIRE:
-            return wire.measure(size, arguments.steps)
-        return train(BY_NAME[arguments.contestant], size, arguments.steps, arguments.ranks)
+            return wire.measure(size, arguments.steps, dtype)
+        return train(BY_NAME[arguments.contestant], size, arguments.steps, arguments.ranks, dtype)
 
     hand_in(arguments.json, measure)
     dist.destroy_process_group()

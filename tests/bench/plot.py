@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.bench.report import Report, mebibytes
+from tests.bench.report import Report, heading, mebibytes
 
 ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
 
@@ -40,6 +40,6 @@ def draw(settings: dict[str, Any], report: Report, path: Path) -> bool:
     memory.set(xlabel="heap of the larger rank, MiB")
     memory.legend(**ABOVE, ncols=2)
 
-    figure.suptitle(f"{settings['size']}, fp32, {settings['ranks']} ranks, {settings['rounds']} rounds")
+    figure.suptitle(heading(settings))
     figure.savefig(path, dpi=120)
     return True

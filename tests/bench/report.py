@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.bench.contestants import BY_NAME, FLOOR, MIB, REFERENCE, Traffic
+from tests.bench.contestants import BY_NAME, FLOOR, MIB, PRECISIONS, REFERENCE, Traffic
 from tests.bench.gpt import SIZES, elements
 from tests.bench.launch import Run
 from tests.bench.measure import WARMUP, WIRE
@@ -72,6 +72,10 @@ class Report:
         return asdict(self)
 
 
+def heading(settings: dict[str, Any]) -> str:
+    return f"{settings['size']}, {settings['precision']}, {settings['ranks']} ranks, {settings['rounds']} rounds"
+
+
 def report(settings: dict[str, Any], runs: Sequence[Run]) -> Report:
     good = [run for run in runs if not run.problem]
     floor = [run for run in good if run.contestant == FLOOR]
@@ -94,7 +98,8 @@ def row(name: str, runs: Sequence[Run], wire: Sequence[WireRow], settings: dict[
     contestant, last = BY_NAME[name], good[-1]
     counted = last.ranks[0]["bytes_sent"]
     ranks = 1 if contestant.whole_batch else settings["ranks"]
-    sent = contestant.traffic.bytes_sent(elements(SIZES[settings["size"]]), ranks) if counted is None else counted
+    count, dtype = elements(SIZES[settings["size"]]), PRECISIONS[settings["precision"]]
+    sent = contestant.traffic.bytes_sent(count, ranks, dtype) if counted is None else counted
     return Row(
         contestant=name,
         problem=problem,

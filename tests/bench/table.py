@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from tests.bench.contestants import FLOOR
-from tests.bench.report import Ratio, Report, Row, mebibytes
+from tests.bench.report import Ratio, Report, Row, heading, mebibytes
 
 
 def cell(value: Any, show: Callable[[Any], str]) -> str:
@@ -43,7 +43,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def contestants_table(settings: dict[str, Any], report: Report) -> Table:
-    table = Table(title=f"{settings['size']}, fp32, {settings['ranks']} ranks, {settings['rounds']} rounds")
+    table = Table(title=heading(settings))
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "contestant" else "right", no_wrap=True)
     for row in report.rows:

@@ -57,6 +57,7 @@ def exchange(sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -
 
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 GATHER_P2P, SCATTER_P2P = "all-gather of isend/irecv", "reduce-scatter of isend/irecv"
+GATHERED = {GATHER, GATHER_P2P}
 COLLECTIVES: dict[str, Collective] = {
     GATHER: all_gather,
     SCATTER: reduce_scatter,
@@ -66,18 +67,26 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
-def measure(size: Size, steps: int) -> dict[str, Any]:
-    """Wall and CPU seconds of this rank for each collective over all the model's parameters, bucket by bucket."""
+def measure(size: Size, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Wall and CPU seconds of this rank for each collective over all the model's parameters, bucket by bucket.
+
+    Gathers are of parameters in the dtype to compute in, reductions of gradients in fp32.
+    """
     ranks = dist.get_world_size()
     bucket = BUCKET_MB * MIB // FLOAT // ranks
     length = -(-elements(size) // ranks)
-    wholes, parts = torch.ones(length * ranks).split(bucket * ranks), torch.ones(length).split(bucket)
+
+    def data(kind: torch.dtype) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        wholes, parts = (torch.ones(count, dtype=kind) for count in (length * ranks, length))
+        return wholes.split(bucket * ranks), parts.split(bucket)
+
+    given = {name: data(dtype if name in GATHERED else torch.float32) for name in COLLECTIVES}
     figures: dict[str, dict[str, list[float]]] = {name: {"wall_seconds": [], "cpu_seconds": []} for name in COLLECTIVES}
     for number in range(1 + steps):  # the first connects
         for name, collective in COLLECTIVES.items():
             dist.barrier()
             cpu_start, start = time.process_time(), time.perf_counter()
-            for whole, part in zip(wholes, parts, strict=True):
+            for whole, part in zip(*given[name], strict=True):
                 collective(whole, part)
             if number:
                 figures[name]["wall_seconds"].append(time.perf_counter() - start)

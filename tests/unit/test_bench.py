@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.bench import meter, table
@@ -21,7 +22,7 @@ from tests.bench.measure import WARMUP, WIRE
 from tests.bench.report import Ratio, Row, report
 from tests.bench.wire import COLLECTIVES
 
-SETTINGS = {"size": "tiny", "rounds": 2, "steps": 2, "ranks": 2}
+SETTINGS = {"size": "tiny", "precision": "fp32", "rounds": 2, "steps": 2, "ranks": 2}
 
 ALLOCATIONS = """
 import ctypes
@@ -120,6 +121,7 @@ def test_counted_bytes_go_before_the_closed_form(runs: list[Run]) -> None:
 def test_the_closed_forms_are_those_of_rings() -> None:
     assert REPLICATED.bytes_sent(elements=100, ranks=4) == 2 * 400 * 3 // 4
     assert GATHERED_TWICE.bytes_sent(elements=100, ranks=4) == 3 * 400 * 3 // 4
+    assert GATHERED_TWICE.bytes_sent(elements=100, ranks=4, dtype=torch.bfloat16) == (2 * 200 + 400) * 3 // 4
 
 
 def test_floor_and_wire_adds_the_collectives_of_the_policy(runs: list[Run]) -> None:
