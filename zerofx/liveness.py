@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zerofx import _torch
-from zerofx.collectives import P2P, WAIT
+from zerofx.collectives import P2P, WAIT, collective, first_wait, is_bucket
 from zerofx.program import is_view, output_tags, outputs, placeholders, tag
 
 PARAMETERS = ("shard", "replica", "param")
@@ -117,8 +117,9 @@ def _walk(graph: Graph, before: Life | None = None) -> Life:
         first = 0 if node.op == "placeholder" else place  # inputs are there from the beginning
         for storage in owners:
             life.spans.setdefault(storage, (first, place))
+        until = _sent_until(node, place)
         for storage in {storage for read in node.all_input_nodes for storage in life.owners[read.name]}:
-            life.spans[storage] = life.spans[storage][0], place
+            life.spans[storage] = life.spans[storage][0], max(life.spans[storage][1], until)
         if extra := _workspace(node):
             life.workspace[place] = extra
     return life
@@ -153,6 +154,16 @@ def _bytes_in(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes_in, value))
     return nbytes(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _sent_until(node: Node, place: int) -> int:
+    """The place up to which what a node reads is there: that of its wait for a collective, but for copies of parts."""
+    if node.target is P2P[0] or not (is_bucket(node) or collective(node)) or node.target is operator.getitem:
+        return place
+    wait = first_wait(node)
+    while node is not wait:
+        node, place = node.next, place + 1
+    return place
 
 
 def _workspace(node: Node) -> int:

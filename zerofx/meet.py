@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from mmap import mmap
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zerofx.neighbours import RING_BYTES, Neighbours
 from zerofx.processes import this_host
@@ -81,7 +79,7 @@ def _open(rank: int, names: list[str], listener: socket.socket | None) -> Neighb
         memory = os.memfd_create("zerofx ring")
         undo.callback(os.close, memory)
         os.ftruncate(memory, RING_BYTES)
-        rings, doors = {rank: _mapped(memory)}, dict[int, socket.socket]()
+        rings, doors = {rank: mmap(memory, RING_BYTES)}, dict[int, socket.socket]()
         opened = undo.enter_context(ExitStack())
         for place in range(len(names) - 1):
             if place < rank:
@@ -99,18 +97,14 @@ def _open(rank: int, names: list[str], listener: socket.socket | None) -> Neighb
     return Neighbours(rank, [rings[other] for other in range(len(names))], doors)
 
 
-def _received(door: socket.socket) -> tuple[int, Tensor]:
+def _received(door: socket.socket) -> tuple[int, mmap]:
     """The rank at the other end, and its ring. Raises OSError for a process of another user."""
     _, user, _ = CREDENTIALS.unpack(door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     told, files, *_ = socket.recv_fds(door, RANK.size, 1)
     try:
         if user != os.geteuid() or len(told) != RANK.size or len(files) != 1:
             raise OSError("another program is at the door")
-        return RANK.unpack(told)[0], _mapped(files[0])
+        return RANK.unpack(told)[0], mmap(files[0], RING_BYTES)
     finally:
         for file in files:
             os.close(file)
-
-
-def _mapped(memory: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(memory, RING_BYTES), dtype=torch.uint8)

@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from mmap import mmap
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -66,7 +68,7 @@ class Piece:
 class Neighbours:
     """The ranks of a group on this host: everyone's ring, and a socket to each other rank."""
 
-    def __init__(self, rank: int, rings: Sequence[Tensor], doors: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, rings: Sequence[mmap], doors: Mapping[int, socket.socket]) -> None:
         self.rank, self.rings, self.doors = rank, rings, doors
         self.unwritten, self.unread = deque[Piece](), deque[Piece]()
         self.occupied = deque[tuple[int, int]]()  # numbers and starts of pieces: their tensors are let go of
@@ -162,7 +164,7 @@ class Neighbours:
         like = part.sent[0]
         if len(part.sent) > 1:
             start += (reader - (reader > writer)) * like.nbytes
-        return self.rings[writer].narrow(0, start % RING_BYTES, like.nbytes).view(like.dtype)
+        return torch.frombuffer(self.rings[writer], dtype=like.dtype, count=like.numel(), offset=start % RING_BYTES)
 
     def _has_room(self, piece: Piece) -> bool:
         while self.occupied and self.occupied[0][0] < min(self.read.values()):

@@ -25,7 +25,7 @@ from zerofx.settle import steady_bytes
 
 WORLD, STEPS, WIDTH = 2, 3, 64
 MAKERS = (sgd, adamw)
-ALL, SOME, FEW, AGAIN = "1GiB", "2.85MB", "2.72MB", "2.5MB"
+ALL, SOME, FEW, AGAIN = "1GiB", "3MB", "2.92MB", "2.75MB"
 OPTIONS = [{"memory": size} for size in (ALL, SOME, FEW, AGAIN)] + [{"recompute": share} for share in (0.5, 1.0)]
 
 
@@ -164,9 +164,9 @@ def test_ranks_with_other_batches_decide_alike(pool: Callable[[int], Pool]) -> N
 def test_a_step_holds_what_was_foreseen(pool: Callable[[int], Pool], options: dict[str, Any]) -> None:
     neediest, _ = pool(WORLD).run(measure_rank, options)
     measured, foreseen, peak = neediest
-    assert measured == pytest.approx(foreseen, rel=0.02)
+    assert 0.95 * foreseen <= measured <= 1.02 * foreseen  # what is sent may be let go of before its wait
     if "memory" in options:
-        allowed = {ALL: 2**30, SOME: 2_850_000, FEW: 2_720_000, AGAIN: 2_500_000}[options["memory"]]
+        allowed = {ALL: 2**30, SOME: 3_000_000, FEW: 2_920_000, AGAIN: 2_750_000}[options["memory"]]
         assert measured + peak - foreseen <= allowed
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerofx
 from tests.architectures import ARCHITECTURES
@@ -78,6 +81,24 @@ def check(pool: Pool, name: str, stage: int, backend: str) -> None:
         assert difference(losses, torch.tensor(expected.losses)) < RTOL
 
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocasting(dtype: torch.dtype, model: nn.Module) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            return model(*args, **kwargs)
+
+    return call
+
+
+def gradients(name: str, precision: str) -> dict[str, torch.Tensor]:
+    """Those of a step at the architecture's quick stage."""
+    case = ARCHITECTURES[name]()
+    zerofx.compile(case.model, stage=QUICK[name], persist_below=0, backend="interpreter", precision=precision)
+    return train(case, sgd, 1, dist.get_rank()).grads
+
+
 def settings() -> list[object]:
     """Each architecture once at two ranks; with --full at every stage and also at three ranks."""
     return [
@@ -93,6 +114,22 @@ def test_interpreted_architectures_train_as_in_one_process(
     pool: Callable[[int], Pool], name: str, stage: int, world: int
 ) -> None:
     check(pool(world), name, stage, "interpreter")
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=[pytest.mark.full])])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_are_within_the_rounding_of_eager_autocast(
+    pool: Callable[[int], Pool], name: str, precision: str
+) -> None:
+    found, *_ = pool(2).run(gradients, name, precision)
+    exact = reference(ARCHITECTURES[name], sgd, 1, 2).grads
+    wrap = functools.partial(autocasting, PRECISIONS[precision])
+    low = reference(ARCHITECTURES[name], sgd, 1, 2, wrap=wrap).grads
+    assert found.keys() == low.keys() == exact.keys()
+    for key, grad in found.items():
+        error = difference(low[key], exact[key])
+        assert math.isfinite(error)
+        assert difference(grad, low[key]) <= max(2 * error, RTOL), key
 
 
 @pytest.mark.full

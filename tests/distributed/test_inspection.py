@@ -27,6 +27,8 @@ STEPS = [
     "bucket-all-gathers",
     "insert-reduce-scatter",
     "bucket-reductions",
+    "prefetch-all-gathers",
+    "delay-waits",
     "use-point-to-point",
 ]
 F32 = 4

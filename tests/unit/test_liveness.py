@@ -104,7 +104,7 @@ def test_a_step_holds_inputs_and_results_throughout_and_saved_values_until_their
     first, second = halves(graphs["forward"], graphs["backward"])
     assert rows(first.curve()) == [2, 2, 4, 20, 20, 22, 8, 6]
     always = 4  # x and exp, which the user holds
-    rest = [4, 4, 4, 4, 4, 6, 20, 20, 20, 22, 6, 22, 26, 10, 12, 14, 10]
+    rest = [4, 4, 4, 4, 4, 6, 20, 20, 20, 22, 6, 22, 26, 26, 12, 14, 10]
     found = rows(second.curve())
     assert found[:5] == [always + 4] * 5  # sin and the tangent wait from the beginning
     assert found == [always + held for held in rest]
