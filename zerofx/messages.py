@@ -67,7 +67,7 @@ class Messages:
         messages, sums = list[Message](), list[tuple[Tensor, list[Tensor]]]()
         for i, cut in enumerate(cuts):
             mean = cut.of(means)
-            sent = {peer: rows[cut.place][peer].view(-1)[cut.start : cut.end] for peer in (*self.peers, self.rank)}
+            sent = dict(enumerate(cut.of_rows(rows)))
             arriving = {in_mean: mean} | {peer: room[j][i] for j, peer in enumerate(buffered)}
             by_rank = arriving | {self.rank: sent.pop(self.rank)}
             messages.append(Message(sent, arriving))

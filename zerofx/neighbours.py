@@ -102,10 +102,7 @@ class Neighbours:
     ) -> Callable[[], None]:
         """Makes parts of the rows of all ranks, cut so that a piece holds at most `limit` bytes of each."""
         sizes, itemsize = [parts[0].numel() for parts in rows], rows[0][0].itemsize if rows else 1
-        pieces = [
-            [part(cut, [row.view(-1)[cut.start : cut.end] for row in rows[cut.place]]) for cut in cuts]
-            for cuts in rounds(sizes, limit // itemsize)
-        ]
+        pieces = [[part(cut, cut.of_rows(rows)) for cut in cuts] for cuts in rounds(sizes, limit // itemsize)]
         return self.post(pieces)
 
     def post(self, pieces: Sequence[Sequence[Part]]) -> Callable[[], None]:

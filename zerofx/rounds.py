@@ -20,6 +20,10 @@ class Cut(NamedTuple):
         """The elements, of contiguous tensors."""
         return tensors[self.place].view(-1)[self.start : self.end]
 
+    def of_rows(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The elements of each rank's row of the tensor."""
+        return [row.view(-1)[self.start : self.end] for row in rows[self.place]]
+
 
 def rounds(sizes: Sequence[int], limit: int) -> Iterator[list[Cut]]:
     """Cuts tensors of these sizes, in rounds of at most `limit` elements each."""
