@@ -27,7 +27,7 @@ from zerofx.config import PRECISIONS, Config
 from zerofx.decide import NOTHING_DECIDED, Decision, Forecast, MemoryLimitError, Settled
 from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
-from zerofx.manager import Pass
+from zerofx.manager import Pass, is_of_pass
 from zerofx.mesh import Mesh
 from zerofx.notes import Halves, compiling, halves_of, note_call, noted
 from zerofx.passes.release_after_use import ReleaseAfterUse
@@ -265,7 +265,8 @@ class CompiledCall:
         except BaseException as error:
             error = _torch.backend_error(error)
             note_call(engine.group, error)
-            if isinstance(error, (LostWriteError, MemoryLimitError, ModelError, RankMismatchError)):
+            known = isinstance(error, (LostWriteError, MemoryLimitError, ModelError, RankMismatchError))
+            if known or is_of_pass(error):
                 raise error from None
             raise
         if eager_reads and before is not None:

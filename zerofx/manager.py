@@ -11,6 +11,8 @@ from zerofx.program import Invariant, Level, Program
 from zerofx.text import show
 from zerofx.verify import check
 
+IN_PASS = "in pass"
+
 
 class Pass(Protocol):
     """A frozen dataclass that edits a program; see `passes/`."""
@@ -70,7 +72,12 @@ def run(program: Program, passes: Sequence[Pass]) -> list[Step]:
             check(program)
         except Exception as error:
             before = ", ".join(s.name for s in steps) or "none"
-            error.add_note(f"in pass {step.name} (passes before it at this level: {before})")
+            error.add_note(f"{IN_PASS} {step.name} (passes before it at this level: {before})")
             raise
         steps.append(Step(step.name, show(program), time.process_time() - start))
     return steps
+
+
+def is_of_pass(error: BaseException) -> bool:
+    """Whether a pass or the check after one raised it."""
+    return any(note.startswith(IN_PASS) for note in getattr(error, "__notes__", ()))

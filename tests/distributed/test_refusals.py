@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,6 +24,8 @@ from zerofx import agree
 from zerofx.agree import RankMismatchError
 from zerofx.api import _versions
 from zerofx.config import ConfigError
+from zerofx.passes.delay_waits import DelayWaits
+from zerofx.program import Program
 
 Build = Callable[[], nn.Module]
 Arguments = Callable[[int], dict[str, Any]]
@@ -253,3 +256,18 @@ def test_a_refused_model_can_be_compiled_afterwards() -> None:
         sharded(model, stage=5)
     sharded(model, backend="eager")(torch.ones(2, 7)).sum().backward()
     assert isinstance(model.get_parameter("a.weight").grad, DTensor)
+
+
+@dataclass(frozen=True)
+class Failing(DelayWaits):
+    def __call__(self, program: Program) -> None:
+        raise KeyError("no such node")
+
+
+@on_ranks(2)
+def test_a_call_raises_what_a_pass_raises_and_says_which() -> None:
+    model = sharded(Net(), passes=lambda order: (*order, Failing()))
+    with pytest.raises(KeyError, match="no such node") as caught:
+        model(torch.ones(2, 7))
+    has("".join(caught.value.__notes__), ["in pass delay-waits (passes before it at this level: ", "point-to-point"])
+    assert caught.value.__cause__ is None
