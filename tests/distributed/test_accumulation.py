@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches are those of one process, whenever they are reduced, and travel as said."""
+"""Gradients of several micro-batches are those of one process, whenever they are reduced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import copy
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
+from tests.distributed.micro_batches import (
+    WAYS,
+    Around,
+    always,
+    by_flag,
+    by_no_sync,
+    deferring,
+    expect,
+    net_loss,
+    reducing,
+    run,
+)
 from tests.distributed.ranks import Net, both, gradients, has, message, on_ranks, rows, same, sharded, whole
-from tests.distributed.runs import ByteCounter, Spy, spied, stored
-from tests.distributed.test_bytes import sent
 from tests.training import adamw, compare, sgd
 
 COUNTS = (3, 1, 4, 3)
 """Micro-batches of the steps of one training."""
-Around = Callable[[nn.Module, int, int], AbstractContextManager[None]]
 
 
 class Tied(nn.Module):
@@ -48,49 +56,12 @@ def tied_loss(model: nn.Module, seed: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
-def net_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(rows(seed)).square().mean()
-
-
-def by_no_sync(model: nn.Module, number: int, count: int) -> AbstractContextManager[None]:
-    return nullcontext() if number == count - 1 else model.no_sync()
-
-
-def by_flag(model: nn.Module, number: int, count: int) -> AbstractContextManager[None]:
-    model.set_requires_gradient_sync(number == count - 1)
-    return nullcontext()
-
-
-def always(model: nn.Module, number: int, count: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def deferring(model: nn.Module, number: int, count: int) -> AbstractContextManager[None]:
-    return model.__dict__["_zerofx_engine"].micro_batch(number == 0, number == count - 1, True)
-
-
-def reducing(model: nn.Module, number: int, count: int) -> AbstractContextManager[None]:
-    return model.__dict__["_zerofx_engine"].micro_batch(number == 0, number == count - 1, False)
-
-
-def run(model: nn.Module, seed: int, count: int, around: Around, loss: Any = net_loss) -> None:
-    """One step's micro-batches of this rank."""
-    for number in range(count):
-        with around(model, number, count):
-            loss(model, 100 * seed + 10 * number + dist.get_rank()).backward()
-
-
-def expect(plain: nn.Module, seed: int, count: int, loss: Any = net_loss) -> None:
-    """All ranks' micro-batches of the step in one process."""
-    world = dist.get_world_size()
-    for number in range(count):
-        for rank in range(world):
-            (loss(plain, 100 * seed + 10 * number + rank) / world).backward()
-
-
 def train_both(make: Callable[[], nn.Module], loss: Any, around: Around, **options: Any) -> nn.Module:
+    model, plain = both(make, **options)
+    start = copy.deepcopy(plain.state_dict())
     for optimizer in (sgd, adamw):
-        model, plain = both(make, **options)
+        model.load_state_dict(start)
+        plain.load_state_dict(start)
         ours, theirs = optimizer(model.parameters()), optimizer(plain.parameters())
         for step, count in enumerate(COUNTS):
             run(model, step, count, around, loss)
@@ -102,9 +73,6 @@ def train_both(make: Callable[[], nn.Module], loss: Any, around: Around, **optio
                 each.zero_grad()
             same(whole(model), whole(plain))
     return model
-
-
-WAYS = [by_no_sync, deferring, reducing]
 
 
 def check_training(stage: int, around: Around) -> None:
@@ -157,7 +125,7 @@ class Blocks(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3)), nn.LayerNorm(7))
 
 
-@pytest.mark.parametrize("around", [by_no_sync, deferring, reducing])
+@pytest.mark.parametrize("around", [deferring, *(pytest.param(way, marks=pytest.mark.full) for way in WAYS[::2])])
 @pytest.mark.parametrize(("make", "per_block"), [(Broken, False), (Blocks, True)])
 @on_ranks(2)
 def test_broken_graphs_and_blocks(make: Any, per_block: bool, around: Around) -> None:
@@ -170,98 +138,6 @@ def test_broken_graphs_and_blocks(make: Any, per_block: bool, around: Around) ->
 def test_small_parameters_stay_replicated() -> None:
     for around in WAYS:
         train_both(Net, net_loss, around, stage=2, persist_below=20)
-
-
-# What travels.
-
-
-class Plain(nn.Sequential):
-    """Two weights, which the backward reads both if the input needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(7, 13, bias=False), nn.Tanh(), nn.Linear(13, 5, bias=False))
-
-
-def input_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(rows(seed).requires_grad_()).square().mean()
-
-
-def step_bytes(model: nn.Module, count: int, around: Around, counter: ByteCounter) -> Iterator[int]:
-    """What this rank really sends in each of three steps."""
-    for step in range(3):
-        counter.bytes = 0
-        run(model, step, count, around, input_loss)
-        model.zero_grad()
-        yield counter.bytes
-
-
-def travels(stage: int, count: int, around: Around) -> int:
-    """How often parameters and gradients travel in a step, in units of (N-1)/N of their bytes."""
-    reductions = 1 if around in (by_no_sync, deferring) else count
-    if stage == 0:
-        return 2 * reductions
-    gathers = 2 * count if stage == 3 else 1 if around in (deferring, reducing) else count
-    return gathers + reductions
-
-
-def check_bytes(stage: int, count: int, around: Around) -> None:
-    world = dist.get_world_size()
-    counter = ByteCounter(world)
-    with spied(), mock.patch.object(Spy, "listeners", (counter,)):
-        model = sharded(Plain(), stage=stage)
-        found = list(step_bytes(model, count, around, counter))
-    times = travels(stage, count, around)
-    # An all-reduce is two travels, and a rank sends whole bytes in each.
-    once = [sent(size, dim, world, 2 if dim is None else 1) for size, dim in stored(model).values()]
-    expected = sum(once) * (times if stage else times // 2)
-    assert found == [expected] * 3, (found, expected)
-
-
-@pytest.mark.parametrize("around", [always, *WAYS])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@on_ranks(2)
-def test_bytes_of_a_step_are_the_closed_form(stage: int, around: Around) -> None:
-    for count in (1, 2, 4, 8):
-        check_bytes(stage, count, around)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@on_ranks(3)
-def test_bytes_over_three_ranks_are_the_closed_form(stage: int) -> None:
-    for around in (always, *WAYS):
-        check_bytes(stage, 3, around)
-
-
-def test_the_closed_form_is_the_table() -> None:
-    count = 4
-    table = {always: (8, 8, 8, 12), by_no_sync: (2, 5, 5, 9), deferring: (2, 2, 2, 9), reducing: (8, 5, 5, 12)}
-    found = {around: tuple(travels(stage, count, around) for stage in range(4)) for around in table}
-    assert found == table
-
-
-# Graphs.
-
-
-@pytest.mark.parametrize("around", WAYS)
-@on_ranks(2)
-def test_no_graph_is_compiled_after_the_second_step(around: Around) -> None:
-    model, kinds = sharded(Net(), stage=1), []
-    for step, count in enumerate((3, 1, 3, 1, 4, 2)):
-        run(model, step, count, around)
-        model.zero_grad()
-        kinds.append([graph.kind for graph in zerofx.inspect(model).graphs])
-    assert kinds[1:] == [kinds[1]] * 5
-    moved = {by_no_sync: ["reduce"], deferring: ["gather", "reduce"], reducing: ["gather"]}[around]
-    assert sorted(kinds[1]) == sorted([*moved, "train", "train"])
-
-
-@on_ranks(2)
-def test_what_is_moved_beside_the_graphs_can_be_inspected() -> None:
-    model = sharded(Net(), stage=1)
-    run(model, 0, 2, deferring)
-    seen = zerofx.inspect(model).collectives()
-    assert {(row.part, row.role) for row in seen.rows} == {("gather", "unshard"), ("reduce", "reduce_grad")}
-    assert 0 <= seen.bytes_sent - seen.bound < 8 * 13 * 4
 
 
 # Gradients that wait.
