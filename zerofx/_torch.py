@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.distributed.pipelining import schedules as _schedules
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
@@ -381,3 +383,15 @@ def inductor_cache_dir() -> str:
 def is_handed_object(value: Any) -> bool:
     """Whether a graph input stands for a Python object, as AOTAutograd hands the mesh of a DTensor through."""
     return isinstance(value, _FakeScriptObject)
+
+
+def schedule_actions(name: str, ranks: int, microbatches: int, per_rank: int) -> list[list[tuple[str, int, int]]]:
+    """What each rank of a pipeline computes by the schedule class of that name: kind, stage and micro-batch, in turn."""
+    stage: Any = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * per_rank, submod=None)
+    schedule = _schedules.get_schedule_class(name)([stage] * per_rank, microbatches)
+    order = cast("dict[int, list[Any]]", cast(Any, schedule).pipeline_order)
+    made: list[list[tuple[str, int, int]]] = []
+    for rank in range(ranks):
+        found = [part for each in order[rank] if each is not None for part in (each.sub_actions or (each,))]
+        made.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in found])
+    return made
