@@ -6,6 +6,7 @@ from zerofx.decide import MemoryLimitError
 from zerofx.evaluate import eval_step
 from zerofx.full_params import full_params
 from zerofx.inspection import inspect
+from zerofx.pipeline import Pipeline, PipelineError
 from zerofx.scaling import DynamicLossScale, LossScaleError
 from zerofx.step import train_step
 
@@ -13,6 +14,8 @@ __all__ = [
     "DynamicLossScale",
     "LossScaleError",
     "MemoryLimitError",
+    "Pipeline",
+    "PipelineError",
     "RankMismatchError",
     "compile",
     "eval_step",

@@ -99,7 +99,7 @@ def facts_of(whole: WholeGraph, machine: Machine) -> dict[Node, Facts]:
 
 
 def _facts_of(node: Node, found: dict[Node, Facts], machine: Machine) -> Facts:
-    args, kwargs = (map_arg(part, lambda n: found[n].value) for part in (node.args, node.kwargs))
+    args, kwargs = (cast("Any", map_arg(part, lambda n: found[n].value)) for part in (node.args, node.kwargs))
     meter = _Meter(machine)
     try:
         with meter:
@@ -119,16 +119,13 @@ def _function(node: Node, args: Any) -> Callable[..., Any]:
     if node.op == "call_method":
         return cast("Callable[..., Any]", getattr(args[0], str(node.target)))
     if args and isinstance(args[0], GraphModule):
-        return cast("Callable[..., Any]", args[0].forward)
+        return args[0].forward
     return cast("Callable[..., Any]", node.target)
 
 
 def _arguments(node: Node, args: Any) -> tuple[Any, ...]:
-    return (
-        tuple(arg for arg in args[1:])
-        if args and (node.op == "call_method" or isinstance(args[0], GraphModule))
-        else args
-    )
+    bound = node.op == "call_method" or (args and isinstance(args[0], GraphModule))
+    return tuple(args[1:]) if bound else args
 
 
 def _attribute(module: GraphModule, path: str) -> Any:

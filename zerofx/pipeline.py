@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zerofx.config import ConfigError
+from zerofx.config import Config, ConfigError
 
 SINGLE, LOOPED, ZERO_BUBBLE = ("gpipe", "1f1b"), ("interleaved-1f1b", "looped-bfs"), "interleaved-zero-bubble"
 V_SHAPED = ("zbv", "dualpipev")
@@ -14,6 +14,10 @@ SCHEDULES = (*SINGLE, *LOOPED, ZERO_BUBBLE, *V_SHAPED)
 SPLITS_BACKWARD = (ZERO_BUBBLE, *V_SHAPED)
 """Schedules that run the halves of a backward, for the inputs and for the weights, apart from one another."""
 STASHING = ("pipedream", "pipedream-2bw", "async", "asynchronous", "weight-stashing")
+
+
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and named arguments of a call of the model."""
 
 
 class PipelineError(ConfigError):
@@ -51,10 +55,10 @@ class Pipeline:
             self._refuse("microbatches", "an int, 1 or more")
         if isinstance(self.schedule, str) and self.schedule.lower() in STASHING:
             raise PipelineError(
-                f"zerofx.Pipeline(schedule={self.schedule!r}) is not possible: PipeDream's asynchronous schedule computes "
-                "a micro-batch's gradients at weights that are several updates old, and stashes a copy of the weights for "
-                "each, so that it trains another model than one process does: take '1f1b', its synchronous form, or 'zbv', "
-                "which has next to no bubble"
+                f"zerofx.Pipeline(schedule={self.schedule!r}) is not possible: PipeDream's asynchronous schedule "
+                "computes gradients at weights that are several updates old, and stashes a copy of the weights for "
+                "each micro-batch, so that it trains another model than one process does: take '1f1b', its synchronous "
+                "form, or 'zbv', which has next to no bubble"
             )
         if self.schedule not in SCHEDULES:
             self._refuse("schedule", f"one of {', '.join(map(repr, SCHEDULES))}")
@@ -114,3 +118,36 @@ class Pipeline:
     def _refuse(self, field: str, allowed: str) -> NoReturn:
         value: Any = getattr(self, field)
         raise PipelineError(f"zerofx.Pipeline({field}={value!r}) is not possible: {field} must be {allowed}")
+
+
+def refuse_beside(pipeline: object, example_inputs: object, config: Config, ignored: Sequence[Any]) -> None:
+    """Raises PipelineError for a pipeline that is none, and for arguments of zerofx.compile that do not go with one."""
+    if pipeline is None:
+        if example_inputs is not None:
+            raise PipelineError("zerofx.compile(example_inputs=...) is of use with a pipeline only: leave it out")
+        return
+    if not isinstance(pipeline, Pipeline):
+        raise PipelineError(
+            f"zerofx.compile(pipeline=...) takes a zerofx.Pipeline, not {type(pipeline).__name__}: "
+            "pass zerofx.Pipeline(stages=4, schedule='1f1b', microbatches=8)"
+        )
+    if not (
+        isinstance(example_inputs, tuple)
+        and len(example_inputs) == 2
+        and isinstance(example_inputs[0], (tuple, list))
+        and isinstance(example_inputs[1], Mapping)
+    ):
+        raise PipelineError(
+            "zerofx.compile(pipeline=...) needs example_inputs=(args, kwargs), what the model is called with for one "
+            "micro-batch, of which shapes and dtypes are read: pass ((x,), {}) for model(x)"
+        )
+    unfit = {
+        "backend='eager'": config.backend == "eager",
+        "per_block": config.per_block,
+        "recompute": bool(config.recompute),
+        "ignored_params": bool(ignored),
+        "reduce_dtype": config.reduce_dtype is not None,
+        "passes": config.passes is not None,
+    }
+    for name in [name for name, given in unfit.items() if given]:
+        raise PipelineError(f"zerofx.compile({name}) is not possible with a pipeline yet: leave it out")

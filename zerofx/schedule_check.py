@@ -1,4 +1,4 @@
-"""Checks a pipeline's schedule before it runs, by simulating it: completeness, deadlock, bubble, micro-batches in flight."""
+"""Simulates a pipeline's schedule before it runs: completeness, deadlock, bubble, what is in flight."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class SplitStages:
         places = self._candidates(line)
         if len(places) < self.stages - 1:
             raise PipelineError(
-                f"the model cannot be cut into {self.stages} stages: its forward can be cut at {len(places)} places only, "
-                f"so take at most {len(places) + 1} stages"
+                f"the model cannot be cut into {self.stages} stages: its forward can be cut at {len(places)} places "
+                f"only, so take at most {len(places) + 1} stages"
             )
         search = _Search(line, self, [line.first - 1, *places, line.last])
         least = (self.microbatches - 1) * search.ideal + line.compute(line.first - 1, line.last)
@@ -80,12 +80,12 @@ class SplitStages:
     def _why_not(self, line: Line) -> str:
         if self.owned is not None:
             return (
-                "the model reads its parameters in another order in this mode than where it was cut into stages, so that "
-                "its stages cannot be kept: give zerofx.Pipeline split_at names of modules that end in all modes"
+                "the model reads its parameters in another order in this mode than where it was cut into stages, so "
+                "that its stages cannot be kept: give zerofx.Pipeline split_at names of modules that end in all modes"
             )
         return (
-            f"the model cannot be cut into {self.stages} stages of at most {self.cap} bytes each: take more stages, fewer "
-            "or smaller micro-batches, or more memory"
+            f"the model cannot be cut into {self.stages} stages of at most {self.cap} bytes each: take more stages, "
+            "fewer or smaller micro-batches, or more memory"
         )
 
     def _candidates(self, line: Line) -> list[int]:
@@ -128,7 +128,7 @@ def _local_minima(line: Line, places: list[int]) -> list[int]:
 
 @dataclass
 class _Search:
-    """Dynamic programming over stages and places; of choices for the same place those that no other one beats remain."""
+    """Dynamic programming over stages and places; of choices for one place those that no other one beats remain."""
 
     line: Line
     split: SplitStages
@@ -251,14 +251,14 @@ def cuts_at(line: Line, names: Sequence[str]) -> list[int]:
         if not inside:
             known = dict.fromkeys(module for n in line.nodes if line.is_own(n) for module in modules_of(n) if module)
             raise PipelineError(
-                f"zerofx.Pipeline(split_at=[... {name!r}]) names no module that computes something in the forward: those "
-                f"that do are {', '.join(list(known)[:12])}"
+                f"zerofx.Pipeline(split_at=[... {name!r}]) names no module that computes something in the forward: "
+                f"those that do are {', '.join(list(known)[:12])}"
             )
         before = [p for p in range(line.first, inside[0]) if line.legal[p] and line.compute(p, inside[0] - 1) == 0]
         if not before:
             raise PipelineError(
-                f"zerofx.Pipeline(split_at=[... {name!r}]) is not possible: nothing can be cut before that module, because "
-                "it is the first one, or what reaches into it is no tensor or is written to in place"
+                f"zerofx.Pipeline(split_at=[... {name!r}]) is not possible: nothing can be cut before that module, "
+                "because it is the first one, or what reaches into it is no tensor or is written to in place"
             )
         cuts.append(min(before, key=lambda p: (line.crossing_bytes[p], -p)))
     if any(b <= a for a, b in pairwise(cuts)):

@@ -52,8 +52,8 @@ def refuse_spread_buffers(stages: Sequence[Stage], owned: Sequence[frozenset[str
         missing = [name for kind in ("param", "buffer") for name in stage.names(kind) if name not in names]
         if missing:
             raise PipelineError(
-                f"stage {place} reads {missing[0]!r} in this mode, which it did not where the model was cut into stages: "
-                "compile it in the mode that reads most, or take split_at that keeps what reads it together"
+                f"stage {place} reads {missing[0]!r} in this mode, which it did not where the model was cut into "
+                "stages: compile it in the mode that reads most, or take split_at that keeps what reads it together"
             )
 
 

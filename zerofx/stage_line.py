@@ -79,7 +79,7 @@ class Line:
         return sorted(read, key=lambda node: self.place[node])
 
     def needed(self, start: int, end: int) -> list[Node]:
-        """The nodes that a stage computes: its own, replicated ones that they read, and what opens and closes regions."""
+        """The nodes that a stage computes: its own, replicated ones that they read, and bounds of regions."""
         wanted = [node for node in self.nodes[start + 1 : end + 1] if self.is_own(node)]
         if end == self.last:
             wanted += self.whole.outputs

@@ -34,7 +34,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """Printed, a table. `limit` says which indivisible part of the model keeps the stages from balancing, if one does."""
+    """Printed, a table. `limit` says which part of the model keeps the stages from balancing, if one does."""
 
     pipeline: Pipeline
     machine: str
@@ -55,7 +55,7 @@ class PipelineReport:
     def __str__(self) -> str:
         asked = self.pipeline
         head = ("stage", "rank", "from", "to", "time us", "parameters", "activations", "memory", "sent")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for place, each in enumerate(self.stages):
             sizes = map(_size, (each.params, each.activations, each.memory, each.sent))
             where = (str(place), str(asked.rank_of(place)), each.first or "-", each.last or "-")

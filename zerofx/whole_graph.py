@@ -106,8 +106,8 @@ class WithoutData:
                 result = compiled(*args, **kwargs)
             except Exception as error:
                 raise PipelineError(
-                    "the model cannot be cut into stages, because torch.compile makes no single graph of its forward on "
-                    f"example_inputs: {_reason(error)}; take what breaks the graph out of the forward"
+                    "the model cannot be cut into stages, because torch.compile makes no single graph of its forward "
+                    f"on example_inputs: {_reason(error)}; take what breaks the graph out of the forward"
                 ) from None
         if "gm" not in found:
             raise PipelineError("the model cannot be cut into stages: its forward computes nothing")
@@ -138,8 +138,8 @@ class WithoutData:
                 continue
             if id(leaf) not in places:
                 raise PipelineError(
-                    "the model cannot be cut into stages: it returns a tensor that its forward does not compute, such as "
-                    "one of its inputs; return results only"
+                    "the model cannot be cut into stages: it returns a tensor that its forward does not compute, such "
+                    "as one of its inputs; return results only"
                 )
             node = nodes[places[id(leaf)]]
             if node not in outputs:

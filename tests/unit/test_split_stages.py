@@ -121,7 +121,7 @@ def test_a_report_names_the_layer_that_cannot_be_cut() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 8))
     found = report(model, Pipeline(3, "1f1b", 8), torch.zeros(512, 8))
     assert "limited by 2 (" in found.limit and "cannot be cut" in str(found)
-    assert [stage.params for stage in found.stages] == [4 * (72 + 9 * 4096), 4 * 4096 * 4097, 4 * (8 * 4096 + 8)]
+    assert [stage.params for stage in found.stages] == [4 * 72, 4 * 9 * 4096, 4 * (4096 * 4097 + 8 * 4097)]
 
 
 def fake_line(count: int, seed: int) -> Any:
