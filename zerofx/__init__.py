@@ -8,6 +8,7 @@ from zerofx.full_params import full_params
 from zerofx.inspection import inspect
 from zerofx.pipeline import Pipeline, PipelineError
 from zerofx.scaling import DynamicLossScale, LossScaleError
+from zerofx.stage_report import pipeline_report
 from zerofx.step import train_step
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "eval_step",
     "full_params",
     "inspect",
+    "pipeline_report",
     "train_step",
 ]

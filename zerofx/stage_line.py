@@ -31,10 +31,10 @@ class Line:
         self.facts: Mapping[Node, Facts] = facts_of(whole, machine)
         self.nodes = list(whole.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
-        self.writers: dict[int, list[Node]] = defaultdict(list)
+        self.writers: dict[int, list[Node]] = {}
         for node in self.nodes[:-1]:
             for storage in self.facts[node].written:
-                self.writers[storage].append(node)
+                self.writers.setdefault(storage, []).append(node)
         self.replicated = self._find_replicated()
         own = [self.facts[node] if self.is_own(node) else Facts() for node in self.nodes]
         self.seconds = list(accumulate((each.seconds for each in own), initial=0.0))
@@ -91,7 +91,7 @@ class Line:
             found.add(node)
             todo += node.all_input_nodes
             if node in self.replicated:
-                todo += [w for storage in self.facts[node].storages for w in self.writers[storage]]
+                todo += [w for storage in self.facts[node].storages for w in self.writers.get(storage, ())]
         return [n for n in self.nodes if n.op not in ("placeholder", "output") and (n in found or self.is_region(n))]
 
     def _find_replicated(self) -> frozenset[Node]:

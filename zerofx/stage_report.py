@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torch import nn
+
+from zerofx.config import ConfigError
 from zerofx.kernels import nbytes
 from zerofx.pipeline import Pipeline
 from zerofx.schedule_check import Simulated
@@ -70,6 +73,18 @@ class PipelineReport:
             f"{self.imbalance:.3f} of an even one, by the cost model of {self.machine}"
         )
         return "\n".join([*lines, *([self.limit] if self.limit else [])])
+
+
+def pipeline_report(model: nn.Module) -> PipelineReport:
+    """How zerofx.compile has cut a model into the stages of its pipeline, the same on every rank.
+
+    Raises ConfigError for a model that runs in no pipeline.
+    """
+    engine = model.__dict__.get("_zerofx_engine")
+    if engine is None or engine.pipelined is None:
+        raise ConfigError("zerofx.pipeline_report needs a model that zerofx.compile(model, pipeline=...) was called on")
+    found: PipelineReport = engine.pipelined.plan.report
+    return found
 
 
 def report_of(line: Line, cuts: Sequence[int], pipeline: Pipeline, simulated: Simulated) -> PipelineReport:
