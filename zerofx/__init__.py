@@ -6,17 +6,22 @@ from zerofx.decide import MemoryLimitError
 from zerofx.evaluate import eval_step
 from zerofx.full_params import full_params
 from zerofx.inspection import inspect
+from zerofx.pipeline import Pipeline, PipelineError
 from zerofx.scaling import DynamicLossScale, LossScaleError
+from zerofx.stage_report import pipeline_report
 from zerofx.step import train_step
 
 __all__ = [
     "DynamicLossScale",
     "LossScaleError",
     "MemoryLimitError",
+    "Pipeline",
+    "PipelineError",
     "RankMismatchError",
     "compile",
     "eval_step",
     "full_params",
     "inspect",
+    "pipeline_report",
     "train_step",
 ]

@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,11 +21,13 @@ from torch._dynamo.source import ConstantSource as _ConstantSource
 from torch._functorch._aot_autograd import descriptors as _desc
 from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_simplified
 from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.distributed.pipelining import schedules as _schedules
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
@@ -211,7 +214,12 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 def aot_compile(
-    gm: GraphModule, inputs: Sequence[Any], compiler: Any, inference_compiler: Any, partition: Any
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compiler: Any,
+    inference_compiler: Any,
+    partition: Any,
+    backward_compiler: Any = None,
 ) -> Callable[..., Any]:
     """Traces a Dynamo graph with its backward, without decompositions, so that each op runs the eager kernel."""
     with _backward_as_eager():
@@ -219,7 +227,7 @@ def aot_compile(
             gm,
             inputs,
             fw_compiler=compiler,
-            bw_compiler=compiler,
+            bw_compiler=backward_compiler or compiler,
             inference_compiler=inference_compiler,
             partition_fn=partition,
             keep_inference_input_mutations=True,
@@ -257,9 +265,18 @@ class _Infer(CustomGraphPass):
 
 
 def inductor_compile(
-    gm: GraphModule, inputs: Sequence[Any], partition: Any, infer: Any, uuid: str, use_caches: bool = True
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    partition: Any,
+    infer: Any,
+    uuid: str,
+    use_caches: bool = True,
+    backward_compiler: Any = None,
 ) -> Callable[..., Any]:
-    """Compiles a Dynamo graph with Inductor, with our partition and a pass over graphs that have no backward."""
+    """Compiles a Dynamo graph with Inductor, with our partition and a pass over graphs that have no backward.
+
+    `backward_compiler`, if given, compiles the backward; it cannot be cached.
+    """
     patches: dict[str, Any] = {
         "custom_partitioner_fn": _Partition(partition, uuid),
         "post_grad_custom_pre_pass": _Infer(infer, uuid),
@@ -267,8 +284,24 @@ def inductor_compile(
     }
     if not use_caches:
         patches["force_disable_caches"] = True
+    options: dict[str, Any] = {}
+    if backward_compiler is not None:
+
+        def inner(graph: GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+            if kwargs.get("is_backward"):
+                return backward_compiler(graph, given)
+            return _compile_fx_inner(graph, given, **kwargs)
+
+        options["inner_compile"] = inner
     with _backward_as_eager():
-        return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches))
+        return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches, **options))
+
+
+def inductor_graph(gm: GraphModule) -> Callable[..., Any]:
+    """Compiles a graph of aten ops with Inductor; it takes its inputs as one list, which it may empty."""
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    compiled = _compile_fx_inner(gm, inputs)
+    return boxed(lambda args: compiled(args))
 
 
 def backend_error(error: BaseException) -> BaseException:
@@ -381,3 +414,79 @@ def inductor_cache_dir() -> str:
 def is_handed_object(value: Any) -> bool:
     """Whether a graph input stands for a Python object, as AOTAutograd hands the mesh of a DTensor through."""
     return isinstance(value, _FakeScriptObject)
+
+
+def schedule_actions(name: str, ranks: int, microbatches: int, per_rank: int) -> list[list[tuple[str, int, int]]]:
+    """What each rank computes in turn, by the schedule class of that name: kind, stage and micro-batch."""
+    stage: Any = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * per_rank, submod=None)
+    schedule = _schedules.get_schedule_class(name)([stage] * per_rank, microbatches)
+    order = cast("dict[int, list[Any]]", cast(Any, schedule).pipeline_order)
+    made: list[list[tuple[str, int, int]]] = []
+    for rank in range(ranks):
+        found = [part for each in order[rank] if each is not None for part in (each.sub_actions or (each,))]
+        made.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in found])
+    return made
+
+
+class PipelineRuntime(_schedules._PipelineScheduleRuntime):
+    """torch's runtime of pipeline schedules for stages that prepare themselves.
+
+    A stage has what the runtime reads: `stage_index`, `num_stages`, `group_rank`, `group_size`, `submod`, `is_first`,
+    `is_last`, and `get_{fwd,bwd}_{send,recv}_ops(microbatch)`. `compute` is called for each computation with its kind,
+    stage and micro-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        order: Sequence[Sequence[tuple[str, int, int]]],
+        microbatches: int,
+        compute: Callable[[str, int, int], None],
+    ) -> None:
+        kinds = _schedules._ComputationType
+        super().__init__(list(stages), microbatches, backward_requires_autograd=False)  # type: ignore[no-untyped-call]
+
+        def run(action: Any, ctx: Any) -> None:
+            compute(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+        def skip(action: Any, ctx: Any) -> None:
+            pass
+
+        for kind in (kinds.FORWARD, kinds.FULL_BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT):
+            self.register_custom_function(kind, run)
+        for kind in (kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD):
+            self.register_custom_function(kind, skip)
+        made = {
+            rank: [_schedules._Action(stage, kinds(kind), part) for kind, stage, part in actions]
+            for rank, actions in enumerate(order)
+        }
+        evaluates = all(kind == "F" for actions in order for kind, *_ in actions)
+        self._lower(cast(Any, made), evaluates)
+
+    def _lower(self, order: dict[int, list[Any]], evaluates: bool) -> None:
+        """Puts sends and receives between computations; torch's own check wants backwards, which evaluation lacks."""
+        self.pipeline_order = order
+        if not evaluates:
+            self._prepare_schedule_with_comms(order)
+            return
+        where = {action.stage_index: rank for rank, actions in order.items() for action in actions}
+        self.stage_index_to_group_rank = where
+        self.pipeline_order_with_comms = _schedules._add_send_recv(order, lambda stage: where[stage], self._num_stages)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def run(self) -> None:
+        """Runs all micro-batches. What a computation raises comes through, without torch's log of the schedule."""
+        before, _schedules.logger.disabled = _schedules.logger.disabled, True
+        try:
+            self._step_microbatches()
+        finally:
+            _schedules.logger.disabled = before
+
+
+def wait_for(runtime: PipelineRuntime, forward: bool, stage: int, microbatch: int) -> None:
+    """Waits for what a stage receives for a micro-batch, if another rank sends it."""
+    works = runtime.fwd_recv_ops if forward else runtime.bwd_recv_ops
+    if (stage, microbatch) in works:
+        _schedules._wait_batch_p2p(works.pop((stage, microbatch)))

@@ -137,7 +137,7 @@ class Accumulation:
         if first:
             self.stands.drop_kept()
         if first and not last and self.engine.config.stage in (1, 2) and self.world > 1:
-            self._gather()
+            self.stands.kept = self.gathered()
         self.micro = MicroBatch(last, defer and not (first and last))
         try:
             yield
@@ -150,11 +150,25 @@ class Accumulation:
             self.stands.drop_kept()
 
     @torch.no_grad()
-    def _gather(self) -> None:
+    def gathered(self) -> dict[str, Tensor]:
+        """The parameters that are stored in parts, gathered, by name."""
         now = dict(self._model().named_parameters())
         names = tuple(param.name for param in self.engine.layout if param.dim is not None and param.name in now)
         parts = [cast("DTensor", now[name]).to_local() for name in names]
-        self.stands.kept = dict(zip(names, self._move("gather", names)(parts), strict=True))
+        return dict(zip(names, self._move("gather", names)(parts), strict=True)) if names else {}
+
+    @torch.no_grad()
+    def take(self, grads: dict[str, Tensor]) -> None:
+        """Reduces this rank's whole gradients, by the names of their parameters, into `grad`; `grads` is emptied."""
+        now = dict(self._model().named_parameters())
+        for name in list(grads):
+            param, grad = now[name], grads.pop(name)
+            if not isinstance(param, DTensor):
+                param.grad = grad
+            else:
+                param.grad = _as(param, grad, Partial("avg") if self.world > 1 else param.placements[0])
+        self.may_wait = self.world > 1
+        self.reduce()
 
     def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
         layout = self.engine.parameters_now()[1].of(names)

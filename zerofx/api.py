@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any, Never, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import records, watch
 from zerofx.agree import agree, refuse_without_mesh
+from zerofx.allowance import allowed_bytes
 from zerofx.check_model import find_owners, parameters_of, refuse_model, refuse_without_blocks
 from zerofx.config import Config, Rewrite
-from zerofx.engine import Engine
+from zerofx.engine import Engine, autocast
 from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, program_mesh
 from zerofx.layout import Layout
 from zerofx.manager import Pass
@@ -23,8 +26,12 @@ from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.meet import meet
 from zerofx.optimizers import LOCAL_STEPS
 from zerofx.passes.choose_layout import choose_layout
+from zerofx.pipeline import Example, Pipeline, refuse_beside
+from zerofx.pipeline_mesh import ALONE, arrange
+from zerofx.pipelined import Pipelined
 from zerofx.recipe import passes_of
-from zerofx.shard import Owner, shard_parameter, sync_module
+from zerofx.shard import Owner, drop_parameter, shard_parameter, sync_module
+from zerofx.stage_plan import Foreign, Plan
 from zerofx.swap import READS, answer_get_parameter, swap_class, swap_unsharded
 from zerofx.unsupported import refuse_arguments, refuse_stages
 
@@ -51,6 +58,8 @@ def compile(  # noqa: A001
     dynamic: bool | None = None,
     fullgraph: bool = False,
     per_block: bool = False,
+    pipeline: Pipeline | None = None,
+    example_inputs: Example | None = None,
     **others: Never,
 ) -> M:
     """Shards a model's parameters over the data-parallel ranks and compiles it, in place; returns `model`.
@@ -100,11 +109,20 @@ def compile(  # noqa: A001
         per_block: compile modules of one class in a ModuleList, Sequential or ModuleDict each on its own, and those
             alike once: compile time does not grow with depth. The code around them runs as it is, and buckets and
             schedules end at each block.
+        pipeline: cuts the model into stages that run on different ranks, as the zerofx.Pipeline says; see there. Ranks
+            are those of a mesh with the dimensions `pp` and `dp`, or by default all, the ones that share a stage side
+            by side. Each rank keeps the parameters and buffers of its stages, under their names; the others are None.
+            The model is then trained and evaluated by zerofx.train_step and zerofx.eval_step, and all ranks of a
+            pipeline are given the same batch. Parameters are gathered once a step at every stage of ZeRO, and gradients
+            reduced once. `memory`, if given, bounds what a stage of the pipeline takes.
+        example_inputs: with a pipeline, `(args, kwargs)` of a call of the model for a micro-batch. Only shapes and
+            dtypes are read; batches of other shapes are cut into the same stages.
         others: no other argument is taken; those of FSDP, DDP and DeepSpeed are refused with what to do instead.
 
     Raises:
         ConfigError: an argument has a value that is not allowed.
         ModelError: the model holds something that cannot be sharded.
+        PipelineError: the model cannot be cut into the stages asked for, or its forward is no single graph.
         RankMismatchError: ranks differ in the model or the arguments.
 
     The first forward for training raises MemoryLimitError where a step needs more than `memory` in any way.
@@ -114,13 +132,19 @@ def compile(  # noqa: A001
     config, owners = Config(), list[Owner]()
     order: tuple[Pass, ...] = ()
     device = _device_of(model, mesh)
+    where, plan = ALONE, None
     try:
-        device_mesh = data_parallel_mesh(mesh, device)
+        if isinstance(pipeline, Pipeline):
+            where = arrange(mesh, device, pipeline)
+            device_mesh = where.data
+        else:
+            device_mesh = data_parallel_mesh(mesh, device)
     except NotInMeshError:
         raise
     except Exception as error:
         refuse_without_mesh(error)
     group = None if device_mesh is None else device_mesh.get_group()
+    everyone = where.everyone or group
     ignored = list[nn.Parameter]()
     try:
         refuse_model(model)
@@ -148,28 +172,42 @@ def compile(  # noqa: A001
             refuse_without_blocks(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored)
+        refuse_beside(pipeline, example_inputs, config, ignored)
+        if pipeline is not None and example_inputs is not None:
+            cap = None if memory is None else allowed_bytes(memory, device)
+            plan = Plan(
+                model, pipeline, device, functools.partial(autocast, config.precision, device), example_inputs, cap
+            )
         facts = config.facts() | _versions() | {"the passes": repr(order)}
         facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
         facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
+        if plan is not None:
+            facts |= {"the pipeline": repr(pipeline), "the stages that the model is cut into": plan.digest()}
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    notes = agree(facts, problem, group, None if problem else watch.offer(group, model))
+    notes = agree(facts, problem, everyone, None if problem else watch.offer(everyone, model))
 
     program = program_mesh(device_mesh)
-    chosen = choose_layout((o.layout for o in owners), program.axis("dp").size, config.stage, config.persist_below)
-    layout = Layout(tuple(owner.layout for owner in owners)) if device_mesh is None else chosen
-    for owner, stored in zip(owners, layout, strict=True):
+    kept = owners if plan is None else [owner for owner in owners if where.place in plan.ranks_of(owner.layout.name)]
+    chosen = choose_layout((o.layout for o in kept), program.axis("dp").size, config.stage, config.persist_below)
+    layout = Layout(tuple(owner.layout for owner in kept)) if device_mesh is None else chosen
+    for owner, stored in zip(kept, layout, strict=True):
         owner.layout = stored
     ids = {id(param) for param in ignored}
     left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
-    _place(model, owners, Materialiser(device, init_fn), device_mesh, config.sync_init, left_alone)
+    foreign = Foreign.of(model, owners, where.place, plan)
+    over = everyone if config.sync_init and everyone is not None and everyone.size() > 1 else None
+    _place(model, owners, Materialiser(device, init_fn), device_mesh, over, left_alone, foreign)
     if device_mesh is not None:
         LOCAL_STEPS.add(device_mesh)
     if group is not None and group.size() > 1 and "gloo" in backend_of(group, device):
         meet(group)
-    watch.start(group, notes, model)
+    watch.start(everyone, notes, model)
     rank = 0 if device_mesh is None else device_mesh.get_local_rank()
-    Engine(config, order, program, layout, rank, left_alone).attach(model)
+    engine = Engine(config, order, program, layout, rank, left_alone)
+    if plan is not None:
+        engine.pipelined = Pipelined(plan, where, device)
+    engine.attach(model)
     return model
 
 
@@ -183,12 +221,14 @@ def _place(
     owners: list[Owner],
     materialise: Materialiser,
     mesh: DeviceMesh | None,
-    sync: bool,
+    sync: dist.ProcessGroup | None,
     ignored: frozenset[str],
+    foreign: Foreign,
 ) -> None:
     """Gives the model's tensors their values and cuts its parameters, one module at a time.
 
-    `owners` is emptied on the way, so that at no time more than one module is there whole.
+    `owners` is emptied on the way, so that at no time more than one module is there whole. The values are those of the
+    first rank of the group `sync`, if given; what is `foreign` goes.
     """
     done = set[int]()
     first: dict[int, list[Owner]] = {}
@@ -201,10 +241,14 @@ def _place(
             continue
         start = f"{prefix}." if prefix else ""
         done |= {id(param) for name, param in module._parameters.items() if start + name in ignored}
-        if sync and mesh.size() > 1:
-            sync_module(module, mesh.get_group(), done)
+        if sync is not None:
+            sync_module(module, sync, done)
         for owner in first.pop(id(module), []):
-            shard_parameter(owner, mesh)
+            if owner.layout.name in foreign.params:
+                drop_parameter(owner)
+            else:
+                shard_parameter(owner, mesh)
+        foreign.drop_buffers(prefix, module)
     if mesh is None:
         swap_unsharded(model)
         return

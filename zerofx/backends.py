@@ -17,18 +17,23 @@ Compiled = Callable[..., Any]
 
 def interpret(capture: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Runs the rewritten graphs node by node, and frees each value after its last use."""
+    return interpret_in_halves(capture, gm, inputs, None)
+
+
+def interpret_in_halves(capture: Capture, gm: GraphModule, inputs: Sequence[Any], backward: Any) -> Compiled:
+    """The same, with a compiler for the backward if there is one."""
 
     def infer(graph_module: GraphModule, _: Any) -> Compiled:
         capture.infer(graph_module.graph)
         graph_module.recompile()
         return _runner(graph_module)
 
-    return _torch.aot_compile(gm, inputs, _runner, infer, capture.partition)
+    return _torch.aot_compile(gm, inputs, _runner, infer, capture.partition, backward)
 
 
-def run_alone(graph: Graph) -> Compiled:
-    """Runs a graph node by node; it takes its inputs as one list, which is emptied."""
-    return _runner(GraphModule({}, graph))
+def run_alone(graph: Graph, root: Any = None) -> Compiled:
+    """Runs a graph node by node; it takes its inputs as one list, which is emptied. `root` has its attributes."""
+    return _runner(GraphModule({} if root is None else root, graph))
 
 
 def _runner(graph_module: GraphModule, _: Any = None) -> Compiled:
@@ -43,7 +48,14 @@ def _runner(graph_module: GraphModule, _: Any = None) -> Compiled:
     return _torch.boxed(run)
 
 
-def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any], use_caches: bool = True) -> Compiled:
+def inductor(
+    capture: Capture,
+    uuid: str,
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    use_caches: bool = True,
+    backward_compiler: Any = None,
+) -> Compiled:
     """Compiles the rewritten graphs; both compile caches hit as long as `uuid` stays the same."""
     for op in P2P:
         _torch.lower_as_collective(op)
@@ -52,7 +64,7 @@ def inductor(capture: Capture, uuid: str, gm: GraphModule, inputs: Sequence[Any]
         if has_markers(graph):
             capture.infer(graph)
 
-    return _torch.inductor_compile(gm, inputs, capture.partition, infer, uuid, use_caches)
+    return _torch.inductor_compile(gm, inputs, capture.partition, infer, uuid, use_caches, backward_compiler)
 
 
 class Joint(NamedTuple):

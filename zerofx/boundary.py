@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ CLIP_EPS = 1e-6
 
 
 class Group(NamedTuple):
-    """The ranks that share a model, by the name of their process group."""
+    """The ranks that share a model, by the name of their process group, and how many batches they train on together."""
 
     name: str
     world: int
+    replicas: int
 
     def sum(self, values: Tensor, what: str) -> Tensor:
         """The sum of all ranks' values, in place; no rank's host waits for its GPU."""
@@ -43,19 +45,24 @@ class Totals(NamedTuple):
     weight: Tensor
 
 
-def totals(optimizer: optim.Optimizer, loss: Tensor, weight: Tensor, group: Group) -> Totals:
-    """Adds up what all ranks have. A parameter that zerofx.compile was told to ignore is another one on each rank."""
-    parts, copies = _local_gradients(optimizer)
-    squares = _squares(parts, loss) + _squares(copies, loss) / group.world
+def totals(
+    optimizer: optim.Optimizer, loss: Tensor, weight: Tensor, group: Group, elsewhere: Container[int] = ()
+) -> Totals:
+    """Adds up what all ranks have, but for parameters that are counted elsewhere, by their ids.
+
+    A parameter that zerofx.compile was told to ignore is another one on each rank.
+    """
+    parts, copies = _local_gradients(optimizer, elsewhere)
+    squares = _squares(parts, loss) + _squares(copies, loss) / group.replicas
     return Totals(*group.sum(torch.stack([squares, loss, weight]), "the loss and the norm of the gradients").unbind())
 
 
-def _local_gradients(optimizer: optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+def _local_gradients(optimizer: optim.Optimizer, elsewhere: Container[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of which each rank has its own part, and those of which each has a copy."""
     parts, copies = list[Tensor](), list[Tensor]()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            grad = param.grad
+            grad = None if id(param) in elsewhere else param.grad
             if not isinstance(grad, DTensor):
                 parts += [] if grad is None else [grad]
                 continue

@@ -21,6 +21,7 @@ from zerofx.accumulate import Accumulation
 from zerofx.agree import RankMismatchError
 from zerofx.backends import Joint, inductor, interpret
 from zerofx.blocks import Users, compile_pieces
+from zerofx.boundary import Group
 from zerofx.capture import Capture, reads_parameters
 from zerofx.check_model import ModelError
 from zerofx.config import PRECISIONS, Config
@@ -31,6 +32,7 @@ from zerofx.manager import Pass, is_of_pass
 from zerofx.mesh import Mesh
 from zerofx.notes import Halves, compiling, halves_of, note_call, noted
 from zerofx.passes.release_after_use import ReleaseAfterUse
+from zerofx.pipelined import Pipelined
 from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
 from zerofx.swap import READS
@@ -59,6 +61,7 @@ class Engine:
         self.warned = False
         self.settled: Settled | None = None
         self.accumulation = Accumulation(self)
+        self.pipelined: Pipelined | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
         return _again, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.settled)
@@ -67,6 +70,10 @@ class Engine:
         """Makes calls of the model run compiled."""
         self.model = weakref.ref(model)
         model.__dict__["_zerofx_engine"] = self
+        if self.pipelined is not None:
+            self.pipelined.attach(self, model)
+            model.__dict__["_compiled_call_impl"] = self.pipelined
+            return
         give_methods(model)
         follow(self.group, model)
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
@@ -82,6 +89,19 @@ class Engine:
         """
         return self.accumulation.micro_batch(first, last, defer)
 
+    @property
+    def step_group(self) -> Group:
+        """The ranks that end a step together."""
+        if self.pipelined is not None:
+            return self.pipelined.group
+        return Group(self.group, self.mesh.world, self.mesh.world)
+
+    def capture_stage(self) -> Capture:
+        """For a stage of a pipeline, which reads parameters that have been gathered beside its graph."""
+        capture = Capture({}, (), self.mesh, Layout(), self.rank)
+        self.captures.append(capture)
+        return capture
+
     def capture_alone(self, layout: Layout) -> Capture:
         """For a program of these parameters that no model was traced for."""
         capture = Capture({}, self.passes, self.mesh, layout, self.rank)
@@ -90,12 +110,11 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model is called in, as `precision` says."""
-        if self.config.precision is None:
-            return nullcontext()
-        model, dtype = self.model(), PRECISIONS[self.config.precision]
+        model = self.model()
         assert model is not None
-        device = next((param.device.type for param in model.parameters()), "cpu")
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        return autocast(
+            self.config.precision, next((param.device for param in model.parameters()), torch.device("cpu"))
+        )
 
     def torch_compile(self, call: Callable[..., Any], modules: int = 1) -> Callable[..., Any]:
         """The call compiled, which that many modules share."""
@@ -223,6 +242,14 @@ class Engine:
         text = "".join([records.source(), *map(_describe, self.passes), repr(self.mesh), repr(self.layout)])
         text += repr(self.decision)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def autocast(precision: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """What a model on that device is called in."""
+    if precision is None:
+        return nullcontext()
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def _again(*args: Any) -> Engine:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.batches import micro_batches
-from zerofx.boundary import Group
 from zerofx.step import loss_of, noting
 from zerofx.step_arguments import StepArguments, agreed_engine, device_of
 
@@ -34,17 +33,22 @@ def eval_step(
     """
     arguments = StepArguments("zerofx.eval_step", loss_fn, loss_weight, microbatches)
     engine = agreed_engine(model, arguments)
-    group, device = Group(engine.group, engine.mesh.world), device_of(model)
+    group, device, pipelined = engine.step_group, device_of(model), engine.pipelined
+    count = microbatches if pipelined is None else pipelined.pipeline.microbatches
 
     def evaluate(*batch: Any, **named: Any) -> Tensor:
         with noting(engine), torch.no_grad(), _evaluating(model):
             both = torch.zeros(2, dtype=torch.float64, device=device)
-            for part in micro_batches(batch, named, microbatches, loss_weight is not None):
+            parts = micro_batches(batch, named, count, loss_weight is not None)
+            if pipelined is not None:
+                found = pipelined.evaluate(parts, lambda part: loss_of(model, arguments, part))
+                both += torch.stack(found)
+            for part in parts if pipelined is None else ():
                 loss, weight = loss_of(model, arguments, part)
                 both[0] += loss
                 both[1] += weight
             loss, weight = group.sum(both, "the loss").unbind()
-            return (loss / (group.world if loss_weight is None else weight)).float()
+            return (loss / (group.replicas if loss_weight is None else weight)).float()
 
     return evaluate
 

@@ -27,10 +27,8 @@ def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceM
     not have, or of another device type, and NotInMeshError for a rank outside of the mesh.
     """
     if mesh is None:
-        if not dist.is_initialized():
-            if not all(name in os.environ for name in TORCHRUN):
-                return None
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if not default_group(device):
+            return None
         return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"zerofx.compile(mesh=...) takes a DeviceMesh, not {type(mesh).__name__}")
@@ -49,6 +47,15 @@ def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceM
     if mesh.get_coordinate() is None:
         raise NotInMeshError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
     return mesh
+
+
+def default_group(device: torch.device) -> bool:
+    """Whether there is a default process group, which is made from torchrun's environment if need be."""
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in TORCHRUN):
+            return False
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return True
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -98,18 +98,24 @@ def flops(node: Node) -> float:
     The formulas are those of torch.utils.flop_counter: 2 for each multiplication and addition. Causal attention has
     half of them, since kernels leave out the blocks that the mask covers.
     """
-    formula = _formula(node)
-    if formula is None:
+    if _formula(node.target) is None:
         return 0
     args, kwargs = (map_aggregate(part, _value) for part in (node.args, node.kwargs))
-    counted = float(formula(*cast("Any", args), **cast("Any", kwargs), out_val=node.meta["val"]))
-    op = node.target
-    causal = isinstance(op, OpOverload) and by_name(op, node.args, node.kwargs).get("is_causal") is True
+    return op_flops(node.target, cast("Any", args), cast("Any", kwargs), node.meta["val"])
+
+
+def op_flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """FLOP of one call of an op, as in `flops`; of tensors only shapes are read."""
+    formula = _formula(op)
+    if formula is None:
+        return 0
+    counted = float(formula(*args, **kwargs, out_val=result))
+    causal = isinstance(op, OpOverload) and by_name(op, args, kwargs).get("is_causal") is True
     return counted / 2 if causal else counted
 
 
-def _formula(node: Node) -> Callable[..., Any] | None:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
+def _formula(target: Any) -> Callable[..., Any] | None:
+    packet: Any = getattr(target, "overloadpacket", target)
     return cast("Callable[..., Any] | None", flop_registry.get(CPU_ATTENTION.get(packet, packet)))
 
 
@@ -120,7 +126,7 @@ def _value(arg: Any) -> Any:
 
 
 def _is_alone(node: Node) -> bool:
-    return node.target is WAIT or is_collective(node) or _formula(node) is not None
+    return node.target is WAIT or is_collective(node) or _formula(node.target) is not None
 
 
 def _chains(order: list[Node]) -> dict[Node, Step]:

@@ -42,6 +42,13 @@ def shard_parameter(owner: Owner, mesh: DeviceMesh) -> None:
         module.__dict__.setdefault(NAMES, {})[name] = owner.layout.name
 
 
+def drop_parameter(owner: Owner) -> None:
+    """Takes a parameter that another rank holds out of all its places."""
+    STALE.add(owner.param, owner.layout.name)
+    for module, name in owner.places:
+        module._parameters[name] = None
+
+
 def sync_module(module: nn.Module, group: dist.ProcessGroup, done: set[int]) -> None:
     """Gives the module's own parameters and buffers the values of the group's first rank."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):

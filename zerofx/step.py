@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from zerofx.batches import MicroBatch, micro_batches
-from zerofx.boundary import Group, clip_factor, totals, update
+from zerofx.boundary import clip_factor, totals, update
 from zerofx.engine import Engine
 from zerofx.notes import note_call
 from zerofx.scaling import DynamicLossScale, LossScale
@@ -94,7 +94,7 @@ class TrainStep:
     def __init__(self, model: nn.Module, engine: Engine, arguments: StepArguments) -> None:
         self.model, self.engine, self.arguments = model, engine, arguments
         self.optimizer: optim.Optimizer = arguments.optimizer
-        self.group = Group(engine.group, engine.mesh.world)
+        self.group = engine.step_group
         self.device = device_of(model)
         self.scale = LossScale(scale_asked(arguments.loss_scale, engine.config.precision), self.device)
 
@@ -117,8 +117,12 @@ class TrainStep:
         given = self.arguments
         self.scale.check()
         self._refuse_gradients()
-        parts = micro_batches(batch, named, given.microbatches, given.loss_weight is not None)
-        scale = self.scale.scale
+        pipelined, scale = self.engine.pipelined, self.scale.scale
+        count = given.microbatches if pipelined is None else pipelined.pipeline.microbatches
+        parts = micro_batches(batch, named, count, given.loss_weight is not None)
+        if pipelined is not None:
+            loss, weight = pipelined.train(parts, lambda part: loss_of(self.model, given, part), scale)
+            return self._end(loss, weight, scale)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = torch.zeros_like(loss)
         defer = len(parts) > 1 and defers(given.accumulate, self.engine)
@@ -132,11 +136,13 @@ class TrainStep:
 
     def _end(self, loss: Tensor, weight: Tensor, scale: Tensor | None) -> StepResult:
         """Updates the parameters by the gradients of the sum of the losses, each of them the mean over ranks."""
-        found = totals(self.optimizer, loss, weight, self.group)
+        pipelined = self.engine.pipelined
+        elsewhere = set[int]() if pipelined is None else pipelined.counted_elsewhere()
+        found = totals(self.optimizer, loss, weight, self.group, elsewhere)
         factor = None if scale is None else 1.0 / scale.double()
-        mean = found.loss / self.group.world
+        mean = found.loss / self.group.replicas
         if self.arguments.loss_weight is not None:
-            share = self.group.world / torch.where(found.weight == 0, 1.0, found.weight)
+            share = self.group.replicas / torch.where(found.weight == 0, 1.0, found.weight)
             factor = share if factor is None else share * factor
             mean = found.loss / found.weight
         norm = found.squares.sqrt() if factor is None else found.squares.sqrt() * factor
@@ -184,5 +190,5 @@ def noting(engine: Engine) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        note_call(engine.group, error)
+        note_call(engine.step_group.name, error)
         raise

@@ -14,6 +14,7 @@ from zerofx import _torch
 from zerofx.agree import agree
 from zerofx.config import ConfigError
 from zerofx.engine import Engine
+from zerofx.pipeline import Pipeline
 from zerofx.scaling import DynamicLossScale
 from zerofx.stale import STALE
 
@@ -108,11 +109,32 @@ def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
         if arguments.caller == "zerofx.train_step":
             arguments.refuse_optimizer(model)
         facts = arguments.facts()
+        if engine.pipelined is not None:
+            _refuse_beside_pipeline(arguments, engine.pipelined.pipeline)
+            facts = {
+                **facts,
+                "the optimizer": type(arguments.optimizer).__name__,
+            }  # each stage has parameters of its own
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    group = _torch.process_group(engine.group) if engine.mesh.world > 1 else None
+    everyone = engine.step_group
+    group = _torch.process_group(everyone.name) if everyone.world > 1 else None
     agree(facts, problem, group, caller=arguments.caller)
     return engine
+
+
+def _refuse_beside_pipeline(arguments: StepArguments, pipeline: Pipeline) -> None:
+    """Raises ConfigError for what the model's pipeline has decided already."""
+    if arguments.microbatches not in (1, pipeline.microbatches):
+        raise ConfigError(
+            f"{arguments.caller}(microbatches={arguments.microbatches}) is not possible: the model's pipeline runs "
+            f"{pipeline.microbatches} micro-batches, leave microbatches out"
+        )
+    if arguments.accumulate == "reduce":
+        raise ConfigError(
+            f"{arguments.caller}(accumulate='reduce') is not possible: a pipeline reduces whole gradients once a step, "
+            "leave accumulate out"
+        )
 
 
 def scale_asked(loss_scale: Scale, precision: str | None) -> float | DynamicLossScale | None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zerofx.config import ConfigError
 
 HYBRID, CONTEXT, EXPERT = "hybrid sharding (HSDP)", "context parallelism", "expert parallelism"
-TENSOR, PIPELINE, OFFLOAD = "tensor parallelism", "pipeline parallelism", "offload"
+TENSOR, OFFLOAD = "tensor parallelism", "offload"
 STAGES = "stages per module"
 WRAPPING = "wrapping of single modules"
 
@@ -17,7 +17,6 @@ MISSING: Mapping[str, str] = {
     CONTEXT: "split the batch and not the sequence, over a mesh without a context-parallel dimension",
     EXPERT: "keep all experts on every rank, where stage=3 shards them like other parameters",
     TENSOR: "shard the parameters with stage=3 instead",
-    PIPELINE: "shard the parameters with stage=3 instead",
     OFFLOAD: "store less on each rank with stage=3, over more ranks if need be",
     STAGES: "give the whole model one stage, and take parameters out with ignored_params",
     WRAPPING: "leave it out, zerofx buckets what it gathers by size (bucket_mb)",
@@ -100,7 +99,6 @@ ARGUMENTS: Mapping[str, str] = {
     "mode": "torch.compile's: set torch._inductor.config instead",
     "options": "torch.compile's: set torch._inductor.config instead",
     "offload": OFFLOAD,
-    "pipeline": PIPELINE,
     "tp_size": TENSOR,
     "ep_size": EXPERT,
     "cp_size": CONTEXT,

@@ -1,0 +1,63 @@
+"""How ranks are arranged in pipelines: which stages a rank runs, and with whom it shares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zerofx.groups import data_parallel_mesh, default_group
+from zerofx.pipeline import Pipeline, PipelineError
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One rank's place. `pipe` are the ranks of its pipeline, `data` those that run its stages, and `everyone` both."""
+
+    place: int
+    replica: int
+    pipe: dist.ProcessGroup | None
+    data: DeviceMesh | None
+    everyone: dist.ProcessGroup | None
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.data is None else self.data.size()
+
+
+ALONE = Arrangement(0, 0, None, None, None)
+"""One rank without any group."""
+
+
+def arrange(mesh: DeviceMesh | None, device: torch.device, pipeline: Pipeline) -> Arrangement:
+    """The ranks of a mesh with the dimensions `pp` and `dp`, by default all of them, those of one stage side by side.
+
+    Raises PipelineError where the pipeline does not fit.
+    """
+    ranks = pipeline.ranks
+    if mesh is None:
+        if not default_group(device):
+            if ranks > 1:
+                raise PipelineError(
+                    f"the pipeline has {ranks} ranks and there is no process group: start so many processes by torchrun"
+                )
+            return ALONE
+        world = dist.get_world_size()
+        if world % ranks:
+            raise PipelineError(
+                f"a pipeline of {ranks} ranks does not divide {world} ranks: start a multiple of {ranks}, or take "
+                "other stages"
+            )
+        mesh = init_device_mesh(device.type, (ranks, world // ranks), mesh_dim_names=("pp", "dp"))
+    named = isinstance(mesh, DeviceMesh) and set(mesh.mesh_dim_names or ()) == {"pp", "dp"}
+    if not named or mesh["pp"].size() != ranks or mesh.size() != dist.get_world_size():
+        raise PipelineError(
+            f"a pipeline of {ranks} ranks needs a mesh of all ranks with the dimensions 'pp', of size {ranks}, and "
+            "'dp', which may be of size 1: make it with init_device_mesh, or leave mesh out"
+        )
+    data = data_parallel_mesh(mesh, device)
+    assert data is not None
+    pipe = mesh["pp"]
+    return Arrangement(pipe.get_local_rank(), data.get_local_rank(), pipe.get_group(), data, dist.group.WORLD)
