@@ -16,6 +16,7 @@ from zerofx.config import ConfigError
 from zerofx.engine import Engine
 from zerofx.scaling import DynamicLossScale
 from zerofx.stale import STALE
+from zerofx.step_fused import refuse_fused
 
 ACCUMULATE = ("auto", "defer", "reduce")
 Scale = float | str | DynamicLossScale | None
@@ -34,6 +35,7 @@ class StepArguments:
     loss_scale: Scale = None
     optimizer: Any = None
     scheduler: Any = None
+    fuse_optimizer: bool = False
 
     def refuse(self) -> None:
         """Raises ConfigError for the first argument that is not possible."""
@@ -50,6 +52,8 @@ class StepArguments:
         dynamic = self.loss_scale in ("dynamic", None) or isinstance(self.loss_scale, DynamicLossScale)
         if not dynamic and not _is_positive(self.loss_scale):
             self._refuse("loss_scale", "'dynamic', a zerofx.DynamicLossScale, a number above 0, or None")
+        if type(self.fuse_optimizer) is not bool:
+            self._refuse("fuse_optimizer", "True or False")
 
     def refuse_optimizer(self, model: nn.Module) -> None:
         """Raises ConfigError for an optimizer or a scheduler that cannot train the model a step at a time."""
@@ -85,6 +89,7 @@ class StepArguments:
             "whether there is a loss_weight": self.loss_weight is not None,
             "the optimizer": (type(self.optimizer).__name__, groups),
             "the scheduler": type(self.scheduler).__name__,
+            "fuse_optimizer": self.fuse_optimizer,
         }
 
     def _refuse(self, field: str, allowed: str) -> None:
@@ -107,6 +112,8 @@ def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
         arguments.refuse()
         if arguments.caller == "zerofx.train_step":
             arguments.refuse_optimizer(model)
+            if arguments.fuse_optimizer:
+                refuse_fused(arguments, engine.config)
         facts = arguments.facts()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
