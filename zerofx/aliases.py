@@ -19,21 +19,28 @@ UPDATE = torch.ops.zerofx.update.default
 def stored_values(program: Program, graph: Graph) -> dict[Node, str]:
     """The values of a graph that have the storage of a stored parameter, with its name, in the graph's order."""
     found: dict[Node, str] = {}
-    forward = program.graphs.get("forward")
-    if forward is not None and graph is program.graphs.get("backward"):
-        before = stored_values(program, forward)
-        pairs = zip(outputs(forward), output_tags(forward), strict=True)
-        saved = [value for value, known in pairs if value is not None and known is not None and known.role == "saved"]
-        for node, place in pair_saved([value.name for value in saved], placeholders(graph)).items():
-            if saved[place] in before:
-                found[node] = before[saved[place]]
+    saved = _saved_storage(program, graph)
     for node in graph.nodes:
         known = tag(node)
         if node.op == "placeholder" and known is not None and known.role in PARAMETERS:
             found[node] = known.params[0]
+        elif node in saved:
+            found[node] = saved[node]
         elif node.op == "call_function" and _is_same_storage(node) and node.all_input_nodes[0] in found:
             found[node] = found[node.all_input_nodes[0]]
     return found
+
+
+def _saved_storage(program: Program, graph: Graph) -> dict[Node, str]:
+    """The inputs of a backward that its forward has saved and that have the storage of a stored parameter."""
+    forward = program.graphs.get("forward")
+    if forward is None or graph is forward:
+        return {}
+    values = stored_values(program, forward)
+    pairs = zip(outputs(forward), output_tags(forward), strict=True)
+    saved = [value for value, known in pairs if value is not None and known is not None and known.role == "saved"]
+    places = pair_saved([value.name for value in saved], placeholders(graph))
+    return {node: values[saved[place]] for node, place in places.items() if saved[place] in values}
 
 
 def last_reads(graph: Graph, values: Mapping[Node, str]) -> dict[str, Node]:

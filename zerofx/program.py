@@ -200,7 +200,7 @@ def handed_over(program: Program) -> Iterator[tuple[Node, Tag]]:
     """The gradients that a backward hands over to update parameters, each with the tag that its output would have."""
     for graph in program.graphs.values():
         for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.update.default):
-            for value, name in zip(cast("list[Node]", node.args[0]), cast("list[str]", node.args[2]), strict=True):
+            for value, name in zip(cast("list[Node]", node.args[0]), cast("list[str]", node.args[2]), strict=False):
                 yield value, Tag("grad", (name,))
 
 

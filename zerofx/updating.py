@@ -44,9 +44,11 @@ class Receiving:
 RECEIVING = Receiving()
 
 
-@torch.library.custom_op(
-    "zerofx::update", mutates_args={"stored"}, schema="(Tensor[] grads, Tensor(a!)[] stored, str[] names) -> ()"
-)
+# Not a custom_op: that would take every hand-over for a write, also where the gradient waits for another graph's.
+torch.library.define("zerofx::update", "(Tensor[] grads, Tensor(a!)[] stored, str[] names) -> ()")
+
+
+@torch.library.impl("zerofx::update", "default")
 def update(grads: Sequence[Tensor], stored: Sequence[Tensor], names: Sequence[str]) -> None:
     """Hands over the reduced gradients of parameters, to update them.
 
@@ -57,6 +59,6 @@ def update(grads: Sequence[Tensor], stored: Sequence[Tensor], names: Sequence[st
     RECEIVING.receive(names, grads)
 
 
-@update.register_fake
+@torch.library.register_fake("zerofx::update")
 def _(grads: Sequence[Tensor], stored: Sequence[Tensor], names: Sequence[str]) -> None:
     return None
