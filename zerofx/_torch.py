@@ -132,6 +132,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, behind: bool = False) -> bo
     return bool(optimizer._optimizer_step_pre_hooks or (behind and optimizer._optimizer_step_post_hooks))
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class, without hooks before and behind it."""
+    step = cast(Any, type(optimizer)).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each tensor, in float32 at least."""
     if not tensors:

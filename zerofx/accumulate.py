@@ -6,7 +6,7 @@ What waits is a partial DTensor, the mean of what the ranks hold. `zero_grad` di
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,14 +16,17 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils._pytree import tree_leaves
 
 from zerofx import _torch
+from zerofx.backends import Compiled
 from zerofx.layout import Layout, ParamLayout
 from zerofx.moves import Kind, Move, move
 from zerofx.stands import Stands
 from zerofx.stored import contiguous_stride, local_rows
 from zerofx.unreduced import WAITING
+from zerofx.updating import RECEIVING
 
 if TYPE_CHECKING:
     from zerofx.engine import Engine
+    from zerofx.updates import Updates
 
 
 class MicroBatch(NamedTuple):
@@ -41,7 +44,8 @@ class Accumulation:
         self.synchronises = True
         self.micro: MicroBatch | None = None
         self.moves: dict[tuple[Kind, tuple[ParamLayout, ...]], Move] = {}
-        self.stands = Stands(lambda: engine.model(), self._arrived)
+        self.stands = Stands(lambda: engine.model(), self._arrived, self._arrived_outside, self._read_outside)
+        self.updates: Updates | None = None
         self.may_wait, self.due = True, False
         WAITING.add(self)
 
@@ -54,7 +58,8 @@ class Accumulation:
         """
         if self.world > 1 and torch.is_grad_enabled():
             wished = not self.synchronises if self.micro is None else self.micro.defers
-            self.stands.put(wished or bool(self.waiting()))
+            deferred = wished or bool(self.waiting())
+            self.stands.put(deferred, self.updates.params if self.updates and not deferred else ())
 
     # From a forward to its backward.
 
@@ -100,6 +105,47 @@ class Accumulation:
         if self.due:
             self.reduce()
 
+    # What is updated in the backward.
+
+    def updating(self, compiled: Compiled, places: Mapping[str, int]) -> Compiled:
+        """A graph whose backward hands over gradients, of parameters whose parts are its inputs at these places."""
+
+        def call(*args: Any) -> Any:
+            updates, names = self.updates, self.stands.names_of_updated()
+            if not torch.is_grad_enabled():
+                return compiled(*args)
+            called = {name: names[id(args[place])] for name, place in places.items()}
+            if updates is not None:
+                updates.read(called.values())
+            results = compiled(*args)
+            if node := _torch.compiled_backward(results):
+                RECEIVING.around(node, functools.partial(self._receive, updates, called))
+            return results
+
+        return call
+
+    def _receive(
+        self, updates: Updates | None, called: Mapping[str, str], names: Sequence[str], grads: Sequence[Tensor]
+    ) -> None:
+        """Takes gradients of a graph's backward, of parameters that have other names there than in that call of it."""
+        now = [called[name] for name in names]
+        if updates is not None and not updates.over:
+            updates.receive(now, grads)
+            return
+        params = dict(self._model().named_parameters())
+        for name, grad in zip(now, grads, strict=True):
+            add_gradient(params[name], grad.clone())
+
+    def _arrived_outside(self, name: str, part: Tensor) -> None:
+        """Moves a reduced gradient that no graph has handed over to the parameter; there is none where all have."""
+        if part.grad is not None:
+            grad, part.grad = part.grad.detach(), None
+            add_gradient(dict(self._model().named_parameters())[name], grad)
+
+    def _read_outside(self, name: str) -> None:
+        if self.updates is not None:
+            self.updates.keep(name)
+
     # What waits.
 
     def waiting(self) -> dict[str, nn.Parameter]:
@@ -132,13 +178,14 @@ class Accumulation:
     # What `train_step` knows.
 
     @contextmanager
-    def micro_batch(self, first: bool, last: bool, defer: bool) -> Iterator[None]:
+    def micro_batch(self, first: bool, last: bool, defer: bool, updates: Updates | None) -> Iterator[None]:
         """See `Engine.micro_batch`."""
         if first:
             self.stands.drop_kept()
         if first and not last and self.engine.config.stage in (1, 2) and self.world > 1:
             self.stands.kept = self.gathered()
         self.micro = MicroBatch(last, defer and not (first and last))
+        self.updates = updates if self.world > 1 else None
         try:
             yield
         except BaseException:
@@ -146,6 +193,10 @@ class Accumulation:
             raise
         finally:
             self.micro = None
+            if self.updates is not None:
+                self.updates.end()
+                self.updates = None
+                self.stands.put(False)
         if last:
             self.stands.drop_kept()
 
@@ -180,6 +231,15 @@ class Accumulation:
         model = self.engine.model()
         assert model is not None
         return model
+
+
+@torch.no_grad()
+def add_gradient(param: nn.Parameter, grad: Tensor) -> None:
+    """Adds a reduced gradient, which is the parameter's from now on, to what is there."""
+    if param.grad is None:
+        param.grad = _as(param, grad, *cast("DTensor", param).placements)
+    else:
+        cast("DTensor", param.grad).to_local().add_(grad)
 
 
 def is_partial(grad: Tensor | None) -> bool:

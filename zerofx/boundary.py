@@ -14,6 +14,7 @@ from zerofx import _torch
 from zerofx.fused import Told, starts_without_skipping
 from zerofx.optimizers import LOCAL_STEPS
 from zerofx.sequence import note_eager, of_param
+from zerofx.updates import Updates
 
 CLIP_EPS = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
@@ -46,13 +47,21 @@ class Totals(NamedTuple):
 
 
 def totals(
-    optimizer: optim.Optimizer, loss: Tensor, weight: Tensor, group: Group, elsewhere: Container[int] = ()
+    optimizer: optim.Optimizer,
+    loss: Tensor,
+    weight: Tensor,
+    group: Group,
+    elsewhere: Container[int] = (),
+    updates: Updates | None = None,
 ) -> Totals:
     """Adds up what all ranks have, but for parameters that are counted elsewhere, by their ids.
 
-    A parameter that zerofx.compile was told to ignore is another one on each rank.
+    A parameter that zerofx.compile was told to ignore is another one on each rank. Of gradients that are gone,
+    `updates` has the norms.
     """
-    parts, copies = _local_gradients(optimizer, elsewhere)
+    parts, copies = map(_torch.norms, _local_gradients(optimizer, elsewhere))
+    if updates is not None:
+        parts, copies = [*parts, *updates.parts], [*copies, *updates.copies]
     squares = _squares(parts, loss) + _squares(copies, loss) / group.replicas
     return Totals(*group.sum(torch.stack([squares, loss, weight]), "the loss and the norm of the gradients").unbind())
 
@@ -75,8 +84,7 @@ def _local_gradients(optimizer: optim.Optimizer, elsewhere: Container[int] = ())
     return parts, copies
 
 
-def _squares(tensors: list[Tensor], like: Tensor) -> Tensor:
-    norms = _torch.norms(tensors)
+def _squares(norms: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(norms).double().square().sum() if norms else torch.zeros_like(like)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from zerofx.manager import Pass, Step, run
 from zerofx.mesh import Mesh
 from zerofx.need import need_of
 from zerofx.ops import REPLICATED
+from zerofx.passes.fuse_optimizer import FuseOptimizer
 from zerofx.program import (
     Level,
     Program,
@@ -47,7 +48,8 @@ class Capture:
     """One graph that Dynamo has captured: the parameters among its inputs, and the passes that ran on it.
 
     Parameters that are DTensors, or all where `in_parts`, are stored as `layout` says; others are whole. `wholes` are
-    inputs that stand beside parameters, kept gathered or for their gradients.
+    inputs that stand beside parameters, kept gathered or for their gradients. The parameters `updated` are updated in
+    the backward, if the passes fuse that.
     """
 
     params: Mapping[int, str]
@@ -62,6 +64,14 @@ class Capture:
     chosen: Chosen | None = None
     steps: list[Step] = field(default_factory=list)
     users: Users | None = None
+    updated: tuple[str, ...] = ()
+
+    def update_in_backward(self, names: Iterable[str]) -> None:
+        """Lets the backward update these parameters."""
+        self.updated = tuple(sorted(set(names)))
+        self.passes = tuple(
+            replace(step, params=self.updated) if isinstance(step, FuseOptimizer) else step for step in self.passes
+        )
 
     @property
     def blocks(self) -> tuple[Mapping[str, str], ...]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 import zerofx.transport  # noqa: F401  registers the ops
-from zerofx.program import output_node, tag
+from zerofx.program import output_node, source, tag
 
 c10d, zerofx_ops = torch.ops._c10d_functional, torch.ops.zerofx
 WAIT = c10d.wait_tensor.default
@@ -89,6 +89,16 @@ def results(reduction: Node) -> list[Node]:
     for node in found:
         found += [user for user in node.users if user.op == "call_function" and tag(user) in tags]
     return found[1:]
+
+
+def reduction_of(grad: Node) -> Node | None:
+    """The node that issues the reduction of a gradient, from what was made of the result; a bucket is one."""
+    node = grad
+    while tag(node) == tag(grad) and node.op == "call_function":
+        if is_reduction(node):
+            return source(node) if node.target is operator.getitem else node
+        node = node.all_input_nodes[0]
+    return None
 
 
 def only_leaves(reduction: Node) -> bool:

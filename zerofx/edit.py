@@ -57,7 +57,17 @@ def any_arg(args: Any, kind: type) -> bool:
 def call_before(place: Node, target: Any, args: tuple[Any, ...], known: Tag) -> Node:
     """A new tagged call before `place`, with the fake value that it gives and the source notes of `place`."""
     with place.graph.inserting_before(place):
-        node = place.graph.call_function(target, args)
+        return _call(place, target, args, known)
+
+
+def call_after(place: Node, target: Any, args: tuple[Any, ...], known: Tag) -> Node:
+    """As `call_before`, behind `place`."""
+    with place.graph.inserting_after(place):
+        return _call(place, target, args, known)
+
+
+def _call(place: Node, target: Any, args: tuple[Any, ...], known: Tag) -> Node:
+    node = place.graph.call_function(target, args)
     node.meta = {key: place.meta[key] for key in INHERITED if key in place.meta} | {"zerofx": known}
     with fake_mode(place.graph):
         node.meta["val"] = fake_result(node)

@@ -37,6 +37,7 @@ from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
 from zerofx.swap import READS
 from zerofx.sync import give_methods
+from zerofx.updates import Updates
 from zerofx.watch import follow
 from zerofx.writes import lent_outputs, refuse_writes
 
@@ -80,14 +81,17 @@ class Engine:
         if self.config.per_block and self.config.backend != "eager":
             compile_pieces(model, self.torch_compile)
 
-    def micro_batch(self, first: bool, last: bool, defer: bool) -> AbstractContextManager[None]:
+    def micro_batch(
+        self, first: bool, last: bool, defer: bool, updates: Updates | None = None
+    ) -> AbstractContextManager[None]:
         """Enter it around forward and backward of one micro-batch, where all those of a step are known.
 
         Parameters must not change between the first and the last one. From the second micro-batch on, stages 1 and 2
         gather nothing: all parameters are gathered as the first one is entered, unless it is the last one, too, and
-        kept until that is left. With `defer` gradients wait, and the last backward reduces them.
+        kept until that is left. With `defer` gradients wait, and the last backward reduces them. With `updates`, the
+        backward of a step's only micro-batch updates parameters.
         """
-        return self.accumulation.micro_batch(first, last, defer)
+        return self.accumulation.micro_batch(first, last, defer, updates)
 
     @property
     def step_group(self) -> Group:
@@ -129,6 +133,9 @@ class Engine:
         if self.mesh.world > 1 and capture.steps:  # no pass runs on a graph without parameters
             where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
             compiled = noted(compiled, self._halves(capture, where), self.group)
+        if capture.updated:
+            places = {name: place for place, name in capture.params.items() if name in capture.updated}
+            compiled = self.accumulation.updating(compiled, places)
         lent = lent_outputs(gm, capture.params)
         return RUNNING.lending(compiled, lent) if lent else compiled
 
@@ -143,10 +150,12 @@ class Engine:
         if self.settled is None and self._decides(inputs, params | wholes):
             self.settled = self._settle(gm, inputs, params, wholes, layout)
         capture = self._capture(params, wholes, layout, self.decision)
+        updated = self.accumulation.stands.names_of_updated()
+        capture.update_in_backward(updated[id(value)] for value in inputs if id(value) in updated)
         self.captures.append(capture)
         if self.config.backend == "interpreter":
             return capture, interpret(capture, gm, inputs)
-        key = records.key(gm, inputs, params | wholes, self.digest())
+        key = records.key(gm, inputs, params | wholes, self.digest() + repr(capture.updated))
         compiled = inductor(capture, key, gm, inputs)
         if not capture.steps and not records.load(key, capture) and reads_parameters(gm):
             # Compiled by another process whose record is gone: without it there would be nothing to inspect.

@@ -73,6 +73,15 @@ class LocalSteps:
         finally:
             self.told = None
 
+    @torch.no_grad()
+    def step_on(self, optimizer: optim.Optimizer, grads: Mapping[Tensor, Tensor], fused: bool) -> None:
+        """Steps the optimizer on some of its parameters alone, by gradients of their local tensors; no hooks run."""
+        stand_in = _stand_in(optimizer, grads)
+        if fused:
+            fuse(stand_in, Told(None, None))
+        _torch.step_without_hooks(stand_in)
+        self.after(optimizer, (stand_in,), {})
+
     def _listen(self) -> None:
         if not self.listening:
             register_optimizer_step_pre_hook(self.before)
@@ -125,13 +134,16 @@ class Loan(NamedTuple):
     state: State
 
 
-def _stand_in(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An object of the optimizer's class that lends a step what the optimizer holds."""
+def _stand_in(optimizer: optim.Optimizer, grads: Mapping[Tensor, Tensor] | None = None) -> optim.Optimizer:
+    """An object of the optimizer's class that lends a step what the optimizer holds; of the parameters with these
+    gradients alone, if given.
+    """
     stand_in = cast("Any", object.__new__(type(optimizer)))
     stand_in.__dict__ |= optimizer.__dict__
     stand_in.state, groups, loans = defaultdict(dict), list[State](), list[Loan]()
     for group in optimizer.param_groups:
-        lent = [_lend(param, optimizer.state.get(param, {})) for param in group["params"]]
+        params = [param for param in group["params"] if grads is None or param in grads]
+        lent = [_lend(param, optimizer.state.get(param, {}), _grad(param, grads)) for param in params]
         stand_in.state |= {
             loan.local: {name: _laid_out_as(loan.local, value) for name, value in loan.state.items()}
             for loan in lent
@@ -144,10 +156,14 @@ def _stand_in(optimizer: optim.Optimizer) -> optim.Optimizer:
     return cast("optim.Optimizer", stand_in)
 
 
-def _lend(param: Tensor, state: Mapping[str, Any]) -> Loan:
+def _grad(param: Tensor, grads: Mapping[Tensor, Tensor] | None) -> Tensor | None:
+    return cast("Tensor | None", _local(param.grad)) if grads is None else grads[param]
+
+
+def _lend(param: Tensor, state: Mapping[str, Any], grad: Tensor | None) -> Loan:
     local = _local(param).detach()
-    if param.grad is not None:
-        local.grad = _laid_out_as(local, _local(param.grad))
+    if grad is not None:
+        local.grad = _laid_out_as(local, grad)
     return Loan(param, local, {name: _local(value) for name, value in state.items()})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -32,6 +32,7 @@ class Invariant(Enum):
     GATHERED = "no zerofx::unshard is left, and each shard is read only by its own all-gather"
     REDUCED = "no zerofx::reduce_grad is left, and each gradient passes exactly one reduction"
     WAITED = "the result of a collective is read only by wait_tensor"
+    UPDATED = "each gradient that is handed over is its parameter's only one, and no part of that is read behind it"
     BOUNDED = "no more all-gathers and reductions are under way at a time than the schedule allows"
 
 
@@ -43,7 +44,8 @@ class Tag:
     stands beside one: the parameter gathered by an earlier graph, or a gradient of this rank alone), `tangent`.
     Roles of outputs: `out` (seen by the user), `saved` (kept for the backward), `grad`, `partial` (a gradient of this
     rank alone, which is reduced later).
-    Roles of other nodes: `unshard` and `reduce_grad`, for the marker and all that replaces it.
+    Roles of other nodes: `unshard` and `reduce_grad`, for the marker and all that replaces it; `update` for what takes
+    gradients in the backward.
     """
 
     role: str
@@ -146,6 +148,16 @@ def placeholders(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
+def pair_saved(saved: Sequence[str], inputs: Sequence[Node]) -> dict[Node, int]:
+    """Which saved value, by its place, each input of the backward is: the one of its name, or else the next of those
+    that a pass has put a node of another name in the place of.
+    """
+    named = {node: saved.index(node.name) for node in inputs if node.name in saved}
+    renamed = iter([place for place in range(len(saved)) if place not in named.values()])
+    others = (node for node in inputs if node not in named and (tag(node) or Tag("")).role != "tangent")
+    return named | dict(zip(others, renamed, strict=False))
+
+
 @dataclass
 class Program:
     """The graphs under their names: `joint` at the logical level, `forward` and `backward` at the physical one,
@@ -182,6 +194,14 @@ def gradients(program: Program, role: str = "grad") -> Iterator[tuple[Node, Tag]
         for value, known in zip(outputs(graph), output_tags(graph), strict=True):
             if value is not None and known is not None and known.role == role:
                 yield value, known
+
+
+def handed_over(program: Program) -> Iterator[tuple[Node, Tag]]:
+    """The gradients that a backward hands over to update parameters, each with the tag that its output would have."""
+    for graph in program.graphs.values():
+        for node in graph.find_nodes(op="call_function", target=torch.ops.zerofx.update.default):
+            for value, name in zip(cast("list[Node]", node.args[0]), cast("list[str]", node.args[2]), strict=False):
+                yield value, Tag("grad", (name,))
 
 
 def is_saved_only(graph: Graph, node: Node) -> bool:

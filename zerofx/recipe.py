@@ -9,6 +9,7 @@ from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.cast_gradients import CastGradients
 from zerofx.passes.choose_layout import ChooseLayout
 from zerofx.passes.delay_waits import DelayWaits
+from zerofx.passes.fuse_optimizer import FuseOptimizer
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.keep_gathered import KeepGathered
@@ -38,6 +39,7 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
         BucketReductions(size),
         PrefetchAllGathers(config.prefetch),
         DelayWaits(),
+        FuseOptimizer(),
         *([UsePointToPoint(size)] if "gloo" in backend else []),
     )
 

@@ -16,7 +16,7 @@ from zerofx._torch import OpOverload, argument_index, by_name
 from zerofx.layout import ParamLayout, PerRank, chunk_rows, rows_at
 from zerofx.mesh import Mesh
 from zerofx.ops import REPLICATED
-from zerofx.program import Program, Tag, output_node, placeholders, tag
+from zerofx.program import Program, output_node, pair_saved, placeholders, tag
 
 Ranks = list[Any]
 Call = dict[str, Any]
@@ -34,31 +34,21 @@ def simulate(program: Program, inputs: Sequence[Sequence[Any]]) -> list[Ranks]:
     gives the same bits. Raises ValueError where the inputs don't fit the program or ranks don't fit each other.
     """
     mesh, given, results = program.mesh, iter(inputs), list[Ranks]()
-    saved: dict[str, Ranks] = {}
+    saved = list[tuple[str, Ranks]]()
     for graph in _order(program):
-        kept = _pair(list(saved), placeholders(graph))
-        env = {node: saved[kept[node]] if node in kept else _next(given, node, mesh) for node in placeholders(graph)}
+        kept = pair_saved([name for name, _ in saved], placeholders(graph))
+        env = {node: saved[kept[node]][1] if node in kept else _next(given, node, mesh) for node in placeholders(graph)}
         output = output_node(graph)
         flat = _run(graph, mesh, env)
         tags = output.meta.get("zerofx") or (None,) * len(flat)
         for value, known, ranks in zip(_flat(output), tags, flat, strict=True):
             if known is not None and known.role == "saved":
-                saved[value.name] = ranks
+                saved.append((value.name, ranks))
             else:
                 results.append(ranks)
     if next(given, None) is not None:
         raise ValueError(f"{len(inputs)} inputs are more than the program's placeholders")
     return [[ranks[rank] for ranks in results] for rank in range(mesh.world)]
-
-
-def _pair(saved: list[str], inputs: list[Node]) -> dict[Node, str]:
-    """Which saved value each input of the backward reads: the one of its name, or else the next of those that a pass
-    has put a node of another name in the place of.
-    """
-    named = {node: node.name for node in inputs if node.name in saved}
-    renamed = iter([name for name in saved if name not in named.values()])
-    others = (node for node in inputs if node not in named and (tag(node) or Tag("")).role != "tangent")
-    return named | dict(zip(others, renamed, strict=False))
 
 
 def scatter(whole: Tensor, param: ParamLayout, mesh: Mesh) -> list[Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerofx.swap import NAMES, STANDS, Stand
+from zerofx.swap import NAMES, READ_OUTSIDE, STANDS, Stand
 
 
 class Known(NamedTuple):
@@ -23,6 +23,7 @@ class Known(NamedTuple):
 
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
+Reduced, Outside = Callable[[str, Tensor], None], Callable[[str], None]
 Place = tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]
 
 
@@ -30,19 +31,27 @@ class Stands:
     """Those of one model. `kept` are whole parameters that are read in place of gathering them, by name.
 
     `deferred` is whether gradients go to whole leaves; `arrived` is called with the parameter and the leaf for each.
+    `updated` are the parameters that are updated in the backward, whose reduced gradients go to leaves that are stored
+    parts; `reduced` is called with the parameter's name and the part for each that no graph has taken, and `outside`
+    with the name where the parameter is read outside of graphs.
     """
 
-    def __init__(self, model: Callable[[], nn.Module | None], arrived: Arrived) -> None:
-        self.model, self.arrived = model, arrived
+    def __init__(
+        self, model: Callable[[], nn.Module | None], arrived: Arrived, reduced: Reduced, outside: Outside
+    ) -> None:
+        self.model, self.arrived, self.reduced, self.outside = model, arrived, reduced, outside
         self.kept: dict[str, Tensor] = {}
         self.deferred = False
+        self.updated = frozenset[str]()
         self.known: dict[str, Known] = {}
-        self.parts: dict[str, nn.Parameter] = {}
+        self.parts: dict[tuple[str, bool], nn.Parameter] = {}
 
-    def put(self, deferred: bool) -> None:
-        """Makes forwards read parameters with what is kept, and lets gradients go to whole leaves if `deferred`."""
-        self.deferred = deferred
-        if not (deferred or self.kept or self.known):
+    def put(self, deferred: bool, updated: Iterable[str] = ()) -> None:
+        """Makes forwards read parameters with what is kept, and lets gradients go to whole leaves if `deferred`, or to
+        the stored parts of those that are `updated` in the backward.
+        """
+        self.deferred, self.updated = deferred, frozenset(updated)
+        if not (deferred or self.updated or self.kept or self.known):
             return
         before, self.known = self.known, {}
         for stands, names, params in self._places():
@@ -61,11 +70,16 @@ class Stands:
 
     def names_of_parts(self) -> dict[int, str]:
         """The names of the parameters for which stored parts stand, by the parts' ids."""
-        return {id(part): name for name, part in self.parts.items()}
+        return {id(part): name for (name, _), part in self.parts.items()}
+
+    def names_of_updated(self) -> dict[int, str]:
+        """Those of parts that get gradients which update their parameters in the backward."""
+        return {id(part): name for (name, trained), part in self.parts.items() if trained}
 
     def names_of_wholes(self) -> dict[int, str]:
         """The names of the parameters beside which whole tensors stand, by the tensors' ids."""
-        return {id(known.stand.whole): name for name, known in self.known.items()}
+        wholes = ((known.stand.whole, name) for name, known in self.known.items())
+        return {id(whole): name for whole, name in wholes if whole is not None}
 
     def _places(self) -> Iterator[Place]:
         """Each module's stands, and its parameters' names in the model and themselves."""
@@ -76,22 +90,29 @@ class Stands:
 
     def _find(self, name: str, param: Tensor | None, before: dict[str, Known]) -> Known | None:
         """The stand of a parameter; tied places share one, and one that was there stays."""
-        kept = self.kept.get(name)
-        if not isinstance(param, DTensor) or (kept is None and not (self.deferred and param.requires_grad)):
+        if not isinstance(param, DTensor):
             return None
-        part = self._part(name, param) if self.deferred and param.requires_grad else None
+        kept, updated = self.kept.get(name), name in self.updated
+        if kept is None and not ((self.deferred or updated) and param.requires_grad):
+            return None
+        part = self._part(name, param, updated) if (self.deferred or updated) and param.requires_grad else None
         for found in (self.known.get(name), before.get(name)):
             if found and found.param() is cast(Any, param) and found.kept is kept and found.stand.part is part:
                 return found
+        if updated:
+            return Known(Stand(None, False, part), weakref.ref(cast("nn.Parameter", param)), None)
         return self._made(name, cast("nn.Parameter", param), kept, part)
 
-    def _part(self, name: str, param: DTensor) -> nn.Parameter:
-        """The stored part as a parameter of its own, without a gradient."""
+    def _part(self, name: str, param: DTensor, updated: bool) -> nn.Parameter:
+        """The stored part as a parameter of its own, without a gradient unless it is updated by that."""
         with torch.no_grad():
             local = param.to_local()
-        part = self.parts.get(name)
+        part = self.parts.get((name, updated))
         if part is None or (part.data_ptr(), part.dtype) != (local.data_ptr(), local.dtype):
-            part = self.parts[name] = nn.Parameter(local.detach(), requires_grad=False)
+            part = self.parts[name, updated] = nn.Parameter(local.detach(), requires_grad=updated)
+            if updated:
+                part.__dict__[READ_OUTSIDE] = functools.partial(self.outside, name)
+                cast(Any, part).register_post_accumulate_grad_hook(functools.partial(self.reduced, name))
         return part
 
     def _made(self, name: str, param: nn.Parameter, kept: Tensor | None, part: nn.Parameter | None) -> Known:

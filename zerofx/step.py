@@ -15,6 +15,8 @@ from zerofx.engine import Engine
 from zerofx.notes import note_call
 from zerofx.scaling import DynamicLossScale, LossScale
 from zerofx.step_arguments import StepArguments, agreed_engine, defers, device_of, scale_asked
+from zerofx.step_fused import refuse_hooks
+from zerofx.updates import Updates
 
 
 class StepResult(NamedTuple):
@@ -44,6 +46,7 @@ def train_step(
     loss_scale: float | str | DynamicLossScale | None = None,
     loss_weight: Callable[..., Any] | None = None,
     scheduler: Any = None,
+    fuse_optimizer: bool = False,
 ) -> TrainStep:
     """A function that trains a compiled model on one batch: `result = step(*batch)`. Call it on all ranks together.
 
@@ -73,6 +76,11 @@ def train_step(
             ranks; without it micro-batches count by their rows and ranks equally.
         scheduler: one of torch.optim.lr_scheduler, stepped behind each step that is not skipped. Together with a loss
             scale this makes the host wait for each step.
+        fuse_optimizer: whether the backward updates each parameter as soon as its gradient is reduced, and frees that:
+            at no time are all gradients there. It goes with elementwise optimizers of torch's, one micro-batch and
+            neither clip nor loss scale, which need all gradients first. A parameter that is also read outside of
+            graphs, or by a graph whose output the loss ignores, is updated behind the backward. Parameters then have
+            no gradients for hooks to see, and a step that raises may have updated some of them.
 
     Raises:
         ConfigError: an argument is not possible, or not the model's.
@@ -83,7 +91,16 @@ def train_step(
     a few steps later, since no step waits for that. A rank that raises alone ends the others by the watch.
     """
     arguments = StepArguments(
-        "zerofx.train_step", loss_fn, loss_weight, microbatches, clip, accumulate, loss_scale, optimizer, scheduler
+        "zerofx.train_step",
+        loss_fn,
+        loss_weight,
+        microbatches,
+        clip,
+        accumulate,
+        loss_scale,
+        optimizer,
+        scheduler,
+        fuse_optimizer,
     )
     return TrainStep(model, agreed_engine(model, arguments), arguments)
 
@@ -118,27 +135,33 @@ class TrainStep:
         self.scale.check()
         self._refuse_gradients()
         pipelined, scale = self.engine.pipelined, self.scale.scale
+        updates = None
+        if given.fuse_optimizer:
+            refuse_hooks(given.caller, self.optimizer)
+            updates = Updates(self.optimizer, self.model)
         count = given.microbatches if pipelined is None else pipelined.pipeline.microbatches
         parts = micro_batches(batch, named, count, given.loss_weight is not None)
         if pipelined is not None:
             loss, weight = pipelined.train(parts, lambda part: loss_of(self.model, given, part), scale)
-            return self._end(loss, weight, scale)
+            return self._end(loss, weight, scale, None)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = torch.zeros_like(loss)
         defer = len(parts) > 1 and defers(given.accumulate, self.engine)
         for place, part in enumerate(parts):
-            with self.engine.micro_batch(first=place == 0, last=place == len(parts) - 1, defer=defer):
+            with self.engine.micro_batch(place == 0, place == len(parts) - 1, defer, updates):
                 found, weighs = loss_of(self.model, given, part)
                 torch.autograd.backward(found if scale is None else found * scale)
             loss += found.detach()
             weight += weighs
-        return self._end(loss, weight, scale)
+        return self._end(loss, weight, scale, updates)
 
-    def _end(self, loss: Tensor, weight: Tensor, scale: Tensor | None) -> StepResult:
+    def _end(self, loss: Tensor, weight: Tensor, scale: Tensor | None, updates: Updates | None) -> StepResult:
         """Updates the parameters by the gradients of the sum of the losses, each of them the mean over ranks."""
+        if updates is not None:
+            updates.refuse_late_gradients()
         pipelined = self.engine.pipelined
         elsewhere = set[int]() if pipelined is None else pipelined.counted_elsewhere()
-        found = totals(self.optimizer, loss, weight, self.group, elsewhere)
+        found = totals(self.optimizer, loss, weight, self.group, elsewhere, updates)
         factor = None if scale is None else 1.0 / scale.double()
         mean = found.loss / self.group.replicas
         if self.arguments.loss_weight is not None:

@@ -17,6 +17,7 @@ from zerofx.engine import Engine
 from zerofx.pipeline import Pipeline
 from zerofx.scaling import DynamicLossScale
 from zerofx.stale import STALE
+from zerofx.step_fused import refuse_fused
 
 ACCUMULATE = ("auto", "defer", "reduce")
 Scale = float | str | DynamicLossScale | None
@@ -35,6 +36,7 @@ class StepArguments:
     loss_scale: Scale = None
     optimizer: Any = None
     scheduler: Any = None
+    fuse_optimizer: bool = False
 
     def refuse(self) -> None:
         """Raises ConfigError for the first argument that is not possible."""
@@ -51,6 +53,8 @@ class StepArguments:
         dynamic = self.loss_scale in ("dynamic", None) or isinstance(self.loss_scale, DynamicLossScale)
         if not dynamic and not _is_positive(self.loss_scale):
             self._refuse("loss_scale", "'dynamic', a zerofx.DynamicLossScale, a number above 0, or None")
+        if type(self.fuse_optimizer) is not bool:
+            self._refuse("fuse_optimizer", "True or False")
 
     def refuse_optimizer(self, model: nn.Module) -> None:
         """Raises ConfigError for an optimizer or a scheduler that cannot train the model a step at a time."""
@@ -86,6 +90,7 @@ class StepArguments:
             "whether there is a loss_weight": self.loss_weight is not None,
             "the optimizer": (type(self.optimizer).__name__, groups),
             "the scheduler": type(self.scheduler).__name__,
+            "fuse_optimizer": self.fuse_optimizer,
         }
 
     def _refuse(self, field: str, allowed: str) -> None:
@@ -108,6 +113,8 @@ def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
         arguments.refuse()
         if arguments.caller == "zerofx.train_step":
             arguments.refuse_optimizer(model)
+            if arguments.fuse_optimizer:
+                refuse_fused(arguments, engine.config)
         facts = arguments.facts()
         if engine.pipelined is not None:
             _refuse_beside_pipeline(arguments, engine.pipelined.pipeline)
@@ -134,6 +141,11 @@ def _refuse_beside_pipeline(arguments: StepArguments, pipeline: Pipeline) -> Non
         raise ConfigError(
             f"{arguments.caller}(accumulate='reduce') is not possible: a pipeline reduces whole gradients once a step, "
             "leave accumulate out"
+        )
+    if arguments.fuse_optimizer:
+        raise ConfigError(
+            f"{arguments.caller}(fuse_optimizer=True) does not go with a pipeline, whose gradients of several "
+            "micro-batches are added up before any update: leave it out"
         )
 
 

@@ -29,14 +29,19 @@ Every name is there, with None for nothing: compiled code is not guarded on keys
 """
 
 
+READ_OUTSIDE = "_zerofx_read_outside"
+"""What a part that is updated in the backward has called where it is read outside of compiled code."""
+
+
 class Stand(NamedTuple):
     """What `zerofx::unshard_apart` needs beside what `zerofx::unshard` does; plain, for compiled code is guarded on it.
 
     `whole` is the gathered parameter if it is `kept`, else a leaf without storage. Where it gets the gradients, `part`
     is the stored part to read, which needs none; otherwise the parameter's own is read, and gradients are reduced.
+    Without a `whole`, `part` is read and gets the reduced gradient, which updates the parameter in the backward.
     """
 
-    whole: nn.Parameter
+    whole: nn.Parameter | None
     kept: bool
     part: nn.Parameter | None
 
@@ -56,12 +61,17 @@ def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
         return cast("Tensor", unshard(param.to_local(), *how))
     whole, kept, part = stand
     own = param.to_local() if part is None else part
+    if whole is None:
+        return cast("Tensor", unshard(own, *how))
     return cast("Tensor", unshard_apart(own, whole, *how, kept, part is None))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     """Reads a whole parameter outside of compiled code."""
+    stand = module.__dict__[STANDS].get(name)
+    if stand is not None and stand.whole is None and torch.is_grad_enabled():
+        stand.part.__dict__[READ_OUTSIDE]()
     try:
         with of_param(module.__dict__[NAMES][name]):
             whole = _read(module, name, cast("DTensor", module._parameters[name]), how)

@@ -33,6 +33,7 @@ from zerofx.program import (
     tag,
 )
 from zerofx.verify_physical import check_bounded, check_gathered, check_partial, check_reduced, check_waited
+from zerofx.verify_updates import check_updated
 
 __all__ = ["InvariantError", "check"]
 
@@ -208,5 +209,6 @@ CHECKS: dict[Invariant, Callable[[Program], None]] = {
     Invariant.GATHERED: check_gathered,
     Invariant.REDUCED: check_reduced,
     Invariant.WAITED: check_waited,
+    Invariant.UPDATED: check_updated,
     Invariant.BOUNDED: check_bounded,
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
+from zerofx.aliases import UPDATE
 from zerofx.collectives import (
     WAIT,
     Collective,
@@ -22,7 +24,17 @@ from zerofx.collectives import (
 from zerofx.edit import any_arg
 from zerofx.fault import fail
 from zerofx.layout import ParamLayout, PerRank
-from zerofx.program import Invariant, Program, Tag, gradients, is_saved_only, output_node, stored_parameters, tag
+from zerofx.program import (
+    Invariant,
+    Program,
+    Tag,
+    gradients,
+    handed_over,
+    is_saved_only,
+    output_node,
+    stored_parameters,
+    tag,
+)
 from zerofx.show import DTYPE_NAMES
 
 c10d, zerofx = torch.ops._c10d_functional, torch.ops.zerofx
@@ -114,6 +126,8 @@ def _check_is_gathered(program: Program, graph: Graph, shard: Node, known: Tag) 
     while todo:
         node = todo.pop()
         for user in node.users:
+            if node is shard and user.target is UPDATE:
+                continue
             if node is shard and user is output_node(graph) and is_saved_only(graph, node):
                 continue
             if user is output_node(graph) or not _goes_on(user, Tag("unshard", known.params)):
@@ -139,15 +153,15 @@ def check_reduced(program: Program) -> None:
                 _check_bucket(program, Invariant.REDUCED, node, known)
             elif is_reduction(node):
                 _check_reduction(program, node, program.layout[known.params[0]])
-    for value, known in gradients(program):
+    for value, known in chain(gradients(program), handed_over(program)):
         (name,) = known.params
-        chain = Tag("reduce_grad", (name,))
-        count = sum(is_reduction(node) for node in _chain(value, chain))
+        own = Tag("reduce_grad", (name,))
+        count = sum(is_reduction(node) for node in _chain(value, own))
         if count != 1:
             found = f"the gradient of {name} passes {count} reductions"
             fail(program, Invariant.REDUCED, value, found, "reduce it exactly once")
         size, stored = list(value.meta["val"].shape), list(program.layout[name].local_size(axis.size, 0))
-        if size != stored or _misses_per_rank(value, chain, program):
+        if size != stored or _misses_per_rank(value, own, program):
             found = f"the gradient of {name} has the shape {size} on every rank"
             fail(program, Invariant.REDUCED, value, found, "cut it to the rows that each rank stores")
         found_dtype, dtype = value.meta["val"].dtype, program.layout[name].dtype

@@ -130,10 +130,20 @@ def deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Training:
     return Training(step)
 
 
-def zerofx_stage(model: nn.Module, dtype: torch.dtype, stage: int) -> Training:
+def zerofx_stage(
+    model: nn.Module, dtype: torch.dtype, stage: int, fused: bool = False, recompute: float | None = None
+) -> Training:
+    """The ordinary loop, or, where `fused`, a step whose backward updates the parameters."""
     (precision,) = (name for name, known in PRECISIONS.items() if known == dtype)
-    model = zerofx.compile(model, stage=stage, precision=precision)
-    return Training(loop(model, model), lambda: zerofx.inspect(model).collectives().bytes_sent)
+    model = zerofx.compile(model, stage=stage, precision=precision, recompute=recompute)
+    step = loop(model, model)
+    if fused:
+        whole_step = zerofx.train_step(model, nn.Module.__call__, adamw(model), fuse_optimizer=True)
+
+        def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return whole_step(ids, targets).loss
+
+    return Training(step, lambda: zerofx.inspect(model).collectives().bytes_sent)
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,9 @@ CONTESTANTS = (
     Contestant("zerofx-1", partial(zerofx_stage, stage=1), GATHERED_ONCE),
     Contestant("zerofx-2", partial(zerofx_stage, stage=2), GATHERED_ONCE),
     Contestant("zerofx-3", partial(zerofx_stage, stage=3), GATHERED_TWICE),
+    Contestant("zerofx-3-fused", partial(zerofx_stage, stage=3, fused=True), GATHERED_TWICE),
+    Contestant("zerofx-3-fused-r30", partial(zerofx_stage, stage=3, fused=True, recompute=0.3), GATHERED_TWICE),
+    Contestant("zerofx-3-fused-r50", partial(zerofx_stage, stage=3, fused=True, recompute=0.5), GATHERED_TWICE),
 )
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}

@@ -29,6 +29,7 @@ STEPS = [
     "bucket-reductions",
     "prefetch-all-gathers",
     "delay-waits",
+    "fuse-optimizer",
     "use-point-to-point",
 ]
 F32 = 4

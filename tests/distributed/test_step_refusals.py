@@ -36,6 +36,11 @@ class Refusal(NamedTuple):
     scheduler: Callable[[Any], Any] | None = None
 
 
+class Own(optim.SGD):
+    """An optimizer of the user's."""
+
+
+FUSED = {"fuse_optimizer": True}
 REFUSALS = {
     "no micro-batches": Refusal(("microbatches=0", "must be an int, 1 or more"), {"microbatches": 0}),
     "a fraction of a batch": Refusal(("microbatches=2.0", "an int, 1 or more"), {"microbatches": 2.0}),
@@ -54,6 +59,19 @@ REFUSALS = {
     ),
     "a plateau": Refusal(
         ("call ReduceLROnPlateau.step yourself",), scheduler=lambda opt: optim.lr_scheduler.ReduceLROnPlateau(opt)
+    ),
+    "no word on fusing": Refusal(("fuse_optimizer=1", "must be True or False"), {"fuse_optimizer": 1}),
+    "fused micro-batches": Refusal(("does not go with microbatches=2", "saves nothing"), FUSED | {"microbatches": 2}),
+    "a fused clip": Refusal(("does not go with clip=1.0", "norm is known only then"), FUSED | {"clip": 1.0}),
+    "a fused scale": Refusal(("does not go with a loss scale", "precision='bf16'"), FUSED | {"loss_scale": 2.0}),
+    "fused weights": Refusal(("does not go with loss_weight", "return the mean"), FUSED | {"loss_weight": len}),
+    "a user's fused optimizer": Refusal(
+        ("does not go with Own", "elementwise optimizers, ASGD, Adadelta"), FUSED, lambda model: Own(model.parameters())
+    ),
+    "a differentiable step": Refusal(
+        ("does not go with differentiable=True",),
+        FUSED,
+        lambda model: optim.Adam(model.parameters(), differentiable=True),
     ),
     "no scheduler": Refusal(("one of torch.optim.lr_scheduler",), scheduler=lambda opt: 3),
 }
@@ -95,6 +113,14 @@ def test_an_optimizer_from_before_compile_is_named() -> None:
     sharded(model)
     told = message(lambda: zerofx.train_step(model, loss_of, optimizer), RuntimeError)
     has(told, ("was built before zerofx.compile and holds the old parameter",))
+
+
+@on_ranks(2)
+def test_updates_in_the_backward_need_a_graph_and_no_loss_scale() -> None:
+    for options, words in (({"backend": "eager"}, "which makes no graph"), ({"precision": "fp16"}, "a loss scale")):
+        model = sharded(Net(), **options)
+        told = message(lambda model=model: zerofx.train_step(model, loss_of, adam(model), **FUSED), ConfigError)
+        has(told, ("fuse_optimizer=True) does not go with", words))
 
 
 def test_a_model_that_was_not_compiled_is_refused() -> None:

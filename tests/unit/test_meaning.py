@@ -29,7 +29,7 @@ TIED = [path for path in WHOLE if path.stem in ("two_uses", "three_uses")]
 SEVERAL = GOLDEN / "choose_layout" / "several_parameters.txt"
 SIZES = (1, 64, 2**10, 2**30)  # of a bucket: less than any tensor, two or three of them, about all, all
 PHYSICAL = (InsertAllGather(), BucketAllGathers(), InsertReduceScatter(), BucketReductions())
-LATER = [path for path in CASES if path.parent.name != "choose_layout"]
+LATER = [path for path in CASES if path.parent.name not in ("choose_layout", "fuse_optimizer")]
 
 
 def name(path: Path) -> str:

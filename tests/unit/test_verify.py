@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests import broken_buckets, broken_waits
+from tests import broken_buckets, broken_updates, broken_waits
 from tests.broken import (
     ALLOWED,
     GATHER_AGAIN,
@@ -68,6 +68,8 @@ BROKEN = [
         (Invariant.MARKED, broken_waits.WAITS, broken_waits.MARKED),
         (Invariant.REDUCED, broken_waits.LEFT, broken_waits.REDUCED),
         (Invariant.MARKED, broken_waits.REDUCE, broken_waits.SUMS),
+        (Invariant.UPDATED, broken_updates.UPDATES, broken_updates.UPDATED),
+        (Invariant.REDUCED, broken_updates.UPDATES, broken_updates.REDUCED),
     )
     for name, (edits, said) in cases.items()
 ]
@@ -98,6 +100,10 @@ def test_gradients_that_wait_and_parameters_that_are_kept_are_not_refused() -> N
     check(edited(broken_waits.WAITS, [], {Invariant.MARKED, Invariant.MERGED}))
     check(edited(broken_waits.REDUCE, [], {Invariant.MARKED, Invariant.MERGED}))
     check(edited(broken_waits.LEFT, [], set(Invariant) - {Invariant.MARKED}))
+
+
+def test_gradients_that_are_handed_over_are_not_refused() -> None:
+    check(edited(broken_updates.UPDATES, [], set(Invariant) - {Invariant.MARKED, Invariant.KEPT}))
 
 
 def test_a_gathered_parameter_is_not_left_to_the_partition() -> None:
