@@ -264,7 +264,7 @@ class Pipelined:
 
     def _wholes(self) -> dict[str, Tensor]:
         """The parameters of this rank, gathered once, as leaves whose gradients add up over the micro-batches."""
-        gathered = self.engine.accumulation.gathered() if self.where.data is not None else {}
+        gathered = self.engine.accumulation.gathered() if self.where.replicas > 1 else {}
         wholes = dict[str, Tensor]()
         for name, param in self.model.named_parameters():
             whole = gathered.pop(name) if name in gathered else _local(param)
