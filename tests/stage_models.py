@@ -53,7 +53,8 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.a = nn.Linear(WIDTH, WIDTH, bias=False)  # the gradient of a bias before the norm would be rounding alone
+        self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("table", torch.linspace(0, 1, WIDTH))
 

@@ -434,18 +434,34 @@ def schedule_actions(name: str, ranks: int, microbatches: int, per_rank: int) ->
     return made
 
 
+def with_messages(order: Sequence[Sequence[tuple[str, int, int]]], where: Sequence[int]) -> list[list[Any]]:
+    """Puts sends and receives between the computations of each rank, where stage `i` is on rank `where[i]`.
+
+    Actions are torch's, tuples of stage, kind and micro-batch; kinds are also SEND_F, RECV_F, SEND_B and RECV_B.
+    """
+    kinds = _schedules._ComputationType
+    made = {
+        rank: [_schedules._Action(stage, kinds(kind), part) for kind, stage, part in actions]
+        for rank, actions in enumerate(order)
+        if actions
+    }
+    found = _schedules._add_send_recv(made, lambda stage: where[stage], len(where))
+    return [list(found.get(rank, [])) for rank in range(len(order))]
+
+
 class PipelineRuntime(_schedules._PipelineScheduleRuntime):
     """torch's runtime of pipeline schedules for stages that prepare themselves.
 
     A stage has what the runtime reads: `stage_index`, `num_stages`, `group_rank`, `group_size`, `submod`, `is_first`,
-    `is_last`, and `get_{fwd,bwd}_{send,recv}_ops(microbatch)`. `compute` is called for each computation with its kind,
-    stage and micro-batch.
+    `is_last`, and `get_{fwd,bwd}_{send,recv}_ops(microbatch)`. `order` is what `with_messages` makes, and `compute` is
+    called for each computation with its kind, stage and micro-batch.
     """
 
     def __init__(
         self,
         stages: Sequence[Any],
-        order: Sequence[Sequence[tuple[str, int, int]]],
+        order: Sequence[Sequence[Any]],
+        where: Sequence[int],
         microbatches: int,
         compute: Callable[[str, int, int], None],
     ) -> None:
@@ -455,29 +471,10 @@ class PipelineRuntime(_schedules._PipelineScheduleRuntime):
         def run(action: Any, ctx: Any) -> None:
             compute(action.computation_type.value, action.stage_index, action.microbatch_index)
 
-        def skip(action: Any, ctx: Any) -> None:
-            pass
-
         for kind in (kinds.FORWARD, kinds.FULL_BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT):
             self.register_custom_function(kind, run)
-        for kind in (kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD):
-            self.register_custom_function(kind, skip)
-        made = {
-            rank: [_schedules._Action(stage, kinds(kind), part) for kind, stage, part in actions]
-            for rank, actions in enumerate(order)
-        }
-        evaluates = all(kind == "F" for actions in order for kind, *_ in actions)
-        self._lower(cast(Any, made), evaluates)
-
-    def _lower(self, order: dict[int, list[Any]], evaluates: bool) -> None:
-        """Puts sends and receives between computations; torch's own check wants backwards, which evaluation lacks."""
-        self.pipeline_order = order
-        if not evaluates:
-            self._prepare_schedule_with_comms(order)
-            return
-        where = {action.stage_index: rank for rank, actions in order.items() for action in actions}
-        self.stage_index_to_group_rank = where
-        self.pipeline_order_with_comms = _schedules._add_send_recv(order, lambda stage: where[stage], self._num_stages)
+        self.stage_index_to_group_rank = dict(enumerate(where))
+        self.pipeline_order_with_comms = {rank: list(actions) for rank, actions in enumerate(order)}
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         pass

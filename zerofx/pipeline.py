@@ -111,6 +111,11 @@ class Pipeline:
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.schedule in V_SHAPED and turn % 2 else place
 
+    @property
+    def places(self) -> list[int]:
+        """The rank of each stage."""
+        return [self.rank_of(stage) for stage in range(self.stages)]
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, first one first."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]

@@ -19,7 +19,7 @@ from zerofx.boundary import Group
 from zerofx.pipeline import SPLITS_BACKWARD, PipelineError
 from zerofx.pipeline_mesh import Arrangement
 from zerofx.schedule_check import check_schedule
-from zerofx.schedules import FORWARD, INPUT, WEIGHT, Order, forwards_of, order_of
+from zerofx.schedules import FORWARD, INPUT, WEIGHT, Messages, forwards_of, messages_of, order_of
 from zerofx.stage_plan import Key, Plan, Variant
 from zerofx.stage_run import Compiled, StageRun, begin_at, begin_with, compile_stage
 from zerofx.torch_schedule import Exchange, run_order
@@ -63,7 +63,7 @@ class Pipelined:
         self.plan, self.where, self.device, self.seed = plan, where, device, torch.initial_seed()
         self.pipeline = plan.pipeline
         self.stages = self.pipeline.stages_of(where.place)
-        self.orders: dict[tuple[int, bool], Order] = {}
+        self.orders: dict[tuple[int, bool], Messages] = {}
         self.compiled: dict[tuple[int, Key, bool], Compiled] = {}
         self.tied: dict[str, dist.ProcessGroup] = {}
         self.seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -188,7 +188,7 @@ class Pipelined:
         finally:
             self.open = False
 
-    def _run(self, step: _Step, order: Order) -> None:
+    def _run(self, step: _Step, order: Messages) -> None:
         def receives(stage: int, part: int) -> Sequence[Any]:
             return step.calls[part].variant.stages[stage].receives
 
@@ -249,8 +249,8 @@ class Pipelined:
             self.compiled[key] = compile_stage(stage, inputs, capture, engine.config.backend, name, in_halves)
         return self.compiled[key]
 
-    def _order(self, count: int, trains: bool) -> Order:
-        """The order for that many micro-batches, checked."""
+    def _order(self, count: int, trains: bool) -> Messages:
+        """The order for that many micro-batches, checked, with its messages."""
         if (count, trains) not in self.orders:
             try:
                 pipeline = replace(self.pipeline, microbatches=count)
@@ -259,12 +259,12 @@ class Pipelined:
             order = order_of(pipeline) if trains else forwards_of(pipeline)
             if trains:
                 check_schedule(pipeline, order)
-            self.orders[count, trains] = order
+            self.orders[count, trains] = messages_of(pipeline, order)
         return self.orders[count, trains]
 
     def _wholes(self) -> dict[str, Tensor]:
         """The parameters of this rank, gathered once, as leaves whose gradients add up over the micro-batches."""
-        gathered = self.engine.accumulation.gathered() if self.where.data is not None else {}
+        gathered = self.engine.accumulation.gathered() if self.where.replicas > 1 else {}
         wholes = dict[str, Tensor]()
         for name, param in self.model.named_parameters():
             whole = gathered.pop(name) if name in gathered else _local(param)

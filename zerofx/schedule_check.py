@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerofx.draw_schedule import Placed, gantt
 from zerofx.pipeline import LOOPED, SPLITS_BACKWARD, Pipeline, PipelineError
-from zerofx.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Order
+from zerofx.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Messages, Order, messages_of
 
 DURATIONS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 """In units of a stage's forward."""
@@ -42,6 +43,7 @@ def check_schedule(pipeline: Pipeline, order: Order) -> Simulated:
     """Simulates a schedule. Raises ScheduleError, with a chart up to there, where it cannot run or holds too much."""
     _check_complete(pipeline, order)
     found = simulate(pipeline, order)
+    check_messages(pipeline, messages_of(pipeline, order))
     if pipeline.schedule == "1f1b":
         for stage, most in enumerate(found.in_flight):
             if most > (least := min(pipeline.microbatches, pipeline.stages - stage)):
@@ -82,8 +84,57 @@ def _check_complete(pipeline: Pipeline, order: Order) -> None:
                 raise ScheduleError(f"the schedule lets rank {rank} run {action}, which is not of its stages")
 
 
+def check_messages(pipeline: Pipeline, messages: Messages) -> None:
+    """Raises ScheduleError where ranks stand still if a send ends only when its receive has begun.
+
+    And where two ranks send and receive in different orders.
+    """
+    done, at = set[tuple[str, int, int]](), [0] * len(messages)
+    while any(place < len(actions) for place, actions in zip(at, messages, strict=True)):
+        before = list(at)
+        for rank, actions in enumerate(messages):
+            while at[rank] < len(actions) and _can_go_on(*_named(actions[at[rank]]), pipeline, done):
+                done.add(_named(actions[at[rank]]))
+                at[rank] += 1
+        if at == before:
+            waiting = [f"rank {r} with {a[p]}" for r, (p, a) in enumerate(zip(at, messages, strict=True)) if p < len(a)]
+            raise ScheduleError(f"the schedule comes to a standstill where sends block: {', '.join(waiting)}")
+    sent, received = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+    for rank, actions in enumerate(messages):
+        for kind, stage, part in map(_named, actions):
+            way = 1 if kind.endswith("_F") else -1
+            if kind.startswith("SEND"):
+                sent[rank, pipeline.rank_of(stage + way)].append((way, stage + way, part))
+            elif kind.startswith("RECV"):
+                received[pipeline.rank_of(stage - way), rank].append((way, stage, part))
+    for pair in sent.keys() | received.keys():
+        if sent[pair] != received[pair]:
+            raise ScheduleError(f"rank {pair[0]} sends in another order than rank {pair[1]} receives")
+
+
+def _named(action: Any) -> tuple[str, int, int]:
+    stage, kind, part = action[:3]
+    return str(kind.value), stage, part
+
+
+def _can_go_on(kind: str, stage: int, part: int, pipeline: Pipeline, done: set[tuple[str, int, int]]) -> bool:
+    """Whether what an action waits for has happened: for a send the receive, for a computation what it reads."""
+    way = 1 if kind.endswith("_F") else -1
+    if kind.startswith("SEND"):
+        return (kind.replace("SEND", "RECV"), stage + way, part) in done
+    if kind.startswith("RECV") or kind == WEIGHT:
+        return True
+    neighbour = stage - 1 if kind == FORWARD else stage + 1
+    if not 0 <= neighbour < pipeline.stages:
+        return True
+    makes = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
+    if pipeline.rank_of(neighbour) == pipeline.rank_of(stage):
+        return any((name, neighbour, part) in done for name in makes)
+    return ("SEND_F" if kind == FORWARD else "SEND_B", neighbour, part) in done
+
+
 def simulate(pipeline: Pipeline, order: Order) -> Simulated:
-    """Runs an order with sends and receives that block, each rank as early as it can.
+    """Runs an order, each rank as early as it can, where what is sent is there at once.
 
     Raises ScheduleError where no rank can go on.
     """

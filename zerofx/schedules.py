@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerofx import _torch
 from zerofx.pipeline import Pipeline
@@ -32,6 +32,8 @@ class Action(NamedTuple):
 
 Order = list[list[Action]]
 """What each rank computes, in turn."""
+Messages = list[list[Any]]
+"""The same with what is sent and received in between, as torch.distributed.pipelining puts it."""
 
 
 def order_of(pipeline: Pipeline) -> Order:
@@ -51,6 +53,11 @@ def forwards_of(pipeline: Pipeline) -> Order:
         [Action(FORWARD, stage, part) for stage in pipeline.stages_of(rank) for part in range(pipeline.microbatches)]
         for rank in range(pipeline.ranks)
     ]
+
+
+def messages_of(pipeline: Pipeline, order: Order) -> Messages:
+    """The order with sends behind what makes, and receives before what needs, on another rank."""
+    return _torch.with_messages([[(a.kind, a.stage, a.microbatch) for a in each] for each in order], pipeline.places)
 
 
 def _gpipe(rank: int, count: int) -> list[Action]:

@@ -109,13 +109,15 @@ class StageRun:
             self.later[part], compiled.halves.later = compiled.halves.later, []
         return [tensor.grad for tensor in flight.received]
 
+    @torch.no_grad()
     def weights(self, part: int, stage: Stage) -> None:
         """Adds up the gradients of the weights for a micro-batch whose backward has run apart."""
         params = [self.wholes[name] for name in stage.names("param")]
         for later in self.later.pop(part):
             for param, grad in zip(params, later(), strict=True):
                 if grad is not None and param.requires_grad:
-                    param.grad = grad if param.grad is None else param.grad.add_(grad)
+                    # a graph may return one tensor, or views of it, as the gradients of several weights
+                    param.grad = grad.detach().clone() if param.grad is None else param.grad.detach().add_(grad)
 
 
 Begin = Callable[[list[Tensor]], None]

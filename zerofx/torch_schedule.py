@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerofx import _torch
 from zerofx.pipeline import Pipeline
-from zerofx.schedules import FORWARD, Order
+from zerofx.schedules import FORWARD, Messages
 from zerofx.stage_graphs import Boundary
 
 Parts = Callable[[int, int], Sequence[Boundary]]
@@ -54,12 +54,13 @@ class Exchange:
         self.coming[forward, stage, part] = made
         self.most = max(self.most, len(self.coming))
         peer = self.pipeline.rank_of(stage - 1 if forward else stage + 1)
-        return [dist.P2POp(dist.irecv, _wire(each), group=self.group, group_peer=peer) for each in made]
+        return [_message(dist.irecv, each, self.group, peer, forward, stage) for each in made]
 
     def send(self, forward: bool, stage: int, part: int) -> list[dist.P2POp]:
         peer = self.pipeline.rank_of(stage + 1 if forward else stage - 1)
         sent = self.going.pop((forward, stage, part))
-        return [dist.P2POp(dist.isend, _wire(each), group=self.group, group_peer=peer) for each in sent]
+        to = stage + 1 if forward else stage - 1
+        return [_message(dist.isend, each, self.group, peer, forward, to) for each in sent]
 
     def hand_on(self, forward: bool, stage: int, part: int, values: list[Tensor]) -> None:
         """Puts what a stage has made where the next one, or the one before, finds it."""
@@ -105,8 +106,8 @@ class _Stage:
         return self.exchange.send(False, self.stage_index, part)
 
 
-def run_order(order: Order, exchange: Exchange, compute: Compute, weights: str) -> None:
-    """Runs this rank's part of an order, whose kind `weights` needs no exchange, on the pipeline's micro-batches."""
+def run_order(order: Messages, exchange: Exchange, compute: Compute, weights: str) -> None:
+    """Runs this rank's part of an order; its kind `weights` needs no exchange."""
     pipeline = exchange.pipeline
 
     def run(kind: str, stage: int, part: int) -> None:
@@ -120,8 +121,13 @@ def run_order(order: Order, exchange: Exchange, compute: Compute, weights: str) 
 
     mine = pipeline.stages_of(exchange.place)
     stages = [_Stage(stage, pipeline.stages, exchange.place, pipeline.ranks, exchange) for stage in mine]
-    runtime = _torch.PipelineRuntime(stages, order, pipeline.microbatches, run)
+    runtime = _torch.PipelineRuntime(stages, order, pipeline.places, pipeline.microbatches, run)
     runtime.run()
+
+
+def _message(op: Any, tensor: Tensor, group: Any, peer: int, forward: bool, stage: int) -> dist.P2POp:
+    """One message to or from a stage: those of different stages, or directions, cannot be taken for one another."""
+    return dist.P2POp(op, _wire(tensor), group=group, group_peer=peer, tag=2 * stage + forward)
 
 
 def _wire(tensor: Tensor) -> Tensor:

@@ -199,9 +199,9 @@ def pipeline(schedule: str, ranks: int, parts: int) -> zerofx.Pipeline:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_as_one_process(pool: Callable[[int], Pool], schedule: str) -> None:
-    """A skip connection crosses two stages at least; the last micro-batches are a row shorter."""
+    """A skip connection crosses a stage, or two; with 1F1B the last micro-batches are a row shorter."""
     optimizer = adamw if schedule in SINGLE or schedule == "zbv" else sgd
-    check(pool, 2, Setting("unet", pipeline(schedule, 2, 4), rows=10), optimizer)
+    check(pool, 2, Setting("unet", pipeline(schedule, 2, 4), rows=10 if schedule == "1f1b" else 8), optimizer)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -224,7 +224,7 @@ def test_every_schedule_trains_over_every_number_of_ranks(
 @pytest.mark.parametrize("name", ["tied", "gpt2", "llama", "in_place"])
 def test_models_are_cut_without_naming_a_module(pool: Callable[[int], Pool], name: str) -> None:
     """Tied embeddings are in both stages, and the same; buffers are counted on in one."""
-    first, second = check(pool, 2, Setting(name, pipeline("1f1b", 2, 4), rows=8 if name == "in_place" else 7), adamw)
+    first, second = check(pool, 2, Setting(name, pipeline("1f1b", 2, 4), rows=8), adamw)
     shared = set(first.state) & set(second.state)
     assert all(torch.equal(first.state[key], second.state[key]) for key in shared)
     assert bool(shared) == (name in ("tied", "gpt2"))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zerofx.pipeline import SCHEDULES, SINGLE, Pipeline, PipelineError
-from zerofx.schedule_check import ScheduleError, Simulated, check_schedule, simulate
-from zerofx.schedules import Action, forwards_of, order_of
+from zerofx.schedule_check import ScheduleError, Simulated, check_messages, check_schedule, simulate
+from zerofx.schedules import Action, forwards_of, messages_of, order_of
 
 
 def pipeline(schedule: str, ranks: int, parts: int, per_rank: int | None = None) -> Pipeline:
@@ -58,6 +58,26 @@ def test_a_standstill_is_found_and_drawn() -> None:
     order[1][0], order[1][3] = order[1][3], order[1][0]
     with pytest.raises(ScheduleError, match=r"standstill: .*rank 1 waits for 1F0 before 1B0.*\nrank 0 \| 0F0 0F1"):
         check_schedule(asked, order)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_messages_that_cross_where_sends_block_are_found(schedule: str) -> None:
+    asked = pipeline(schedule, 2, 4)
+    messages = messages_of(asked, order_of(asked))
+    check_messages(asked, messages)
+    receive = next(place for place, action in enumerate(messages[1]) if action[1].value == "RECV_F")
+    late = [*messages[1][:receive], *messages[1][receive + 1 :], messages[1][receive]]
+    with pytest.raises(ScheduleError, match="standstill where sends block: rank 0 with 0SEND_F0, rank 1 with 1F0"):
+        check_messages(asked, [messages[0], late])
+
+
+def test_messages_that_arrive_in_another_order_are_found() -> None:
+    asked = pipeline("gpipe", 2, 4)
+    first, second = messages_of(asked, order_of(asked))
+    a, b = [place for place, action in enumerate(second) if action[1].value == "RECV_F"][:2]
+    second.insert(a, second.pop(b))
+    with pytest.raises(ScheduleError, match="rank 0 sends in another order than rank 1 receives"):
+        check_messages(asked, [first, second])
 
 
 def test_a_computation_that_is_missing_or_on_the_wrong_rank_is_found() -> None:
