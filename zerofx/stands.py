@@ -23,7 +23,8 @@ class Known(NamedTuple):
 
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
-Reduced, Outside = Callable[[str, Tensor], None], Callable[[str], None]
+Reduced = Callable[[str, Tensor], None]
+Outside = Callable[[str], None]
 Place = tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -50,7 +51,7 @@ class Updates:
     @torch.no_grad()
     def receive(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
         """Updates parameters by gradients that a graph hands over, or keeps copies of these."""
-        ready = dict[DTensor, Tensor]()
+        ready = dict[Tensor, Tensor]()
         for name, grad in zip(names, grads, strict=True):
             param = self.params[name]
             self.reads[name] -= 1
@@ -64,13 +65,13 @@ class Updates:
         self._add_norms(ready)
         if ready:
             LOCAL_STEPS.step_on(self.optimizer, ready, self.fused)
-            for param in ready:  # which fused kernels leave out: a backward that still needs the old value raises
-                torch.autograd.graph.increment_version(param.to_local())
+            for updated in ready:  # fused kernels leave it out; a backward that still needs the old value raises
+                torch.autograd.graph.increment_version(cast("DTensor", updated).to_local())
 
-    def _add_norms(self, grads: Mapping[DTensor, Tensor]) -> None:
+    def _add_norms(self, grads: Mapping[Tensor, Tensor]) -> None:
         norms = _torch.norms(list(grads.values()))
         for param, norm in zip(grads, norms, strict=True):
-            (self.copies if param.placements == (Replicate(),) else self.parts).append(norm.double())
+            (self.copies if cast("DTensor", param).placements == (Replicate(),) else self.parts).append(norm.double())
 
     def refuse_late_gradients(self) -> None:
         """Raises RuntimeError for a parameter that has got another gradient behind its update."""

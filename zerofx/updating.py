@@ -59,6 +59,6 @@ def update(grads: Sequence[Tensor], stored: Sequence[Tensor], names: Sequence[st
     RECEIVING.receive(names, grads)
 
 
-@torch.library.register_fake("zerofx::update")
+@torch.library.register_fake("zerofx::update")  # type: ignore[untyped-decorator]
 def _(grads: Sequence[Tensor], stored: Sequence[Tensor], names: Sequence[str]) -> None:
     return None

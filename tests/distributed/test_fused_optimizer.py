@@ -116,6 +116,7 @@ def check_against_plain(stage: int, backend: str) -> None:
             near(found, plainly(plain, loss_fn, make(plain.parameters()), batch))
             assert not compare(whole(model), whole(plain), rtol=1e-5)
             assert all(each.done == each.params.keys() - unused for each in seen) and len(seen) == STEPS
+        assert len(zerofx.inspect(model).graphs) == 1
 
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
@@ -189,21 +190,26 @@ def also_outside(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean() + model.b.weight.square().sum()
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+
+
 NAMES = {"a.weight", "a.bias", "norm.weight", "norm.bias", "b.weight", "b.bias"}
-SITUATIONS: list[tuple[type[nn.Module], Loss, set[str]]] = [
-    (Broken, mean_loss, NAMES),
-    (Net, twice, NAMES),
-    (Net, ignored, set()),
-    (Net, also_outside, NAMES - {"b.weight"}),
+SITUATIONS: list[tuple[Callable[[], nn.Module], Loss, set[str], dict[str, Any]]] = [
+    (Broken, mean_loss, NAMES, {}),
+    (Net, twice, NAMES, {}),
+    (Net, ignored, set(), {}),
+    (Net, also_outside, NAMES - {"b.weight"}, {}),
+    (layers, mean_loss, {f"{n}.{kind}" for n in range(3) for kind in ("weight", "bias")}, {"per_block": True}),
 ]
-"""A model, a loss, and the parameters that are updated in the backward."""
+"""A model, a loss, the parameters that are updated in the backward, and options."""
 
 
 @pytest.mark.parametrize("number", range(len(SITUATIONS)))
 @on_ranks(2)
 def test_a_parameter_is_updated_when_no_graph_reads_it_any_more(number: int) -> None:
-    make_model, loss_fn, early = SITUATIONS[number]
-    model, plain = both(make_model)
+    make_model, loss_fn, early, options = SITUATIONS[number]
+    model, plain = both(make_model, **options)
     with updates() as seen:
         found = train(model, loss_fn, momentum(model.parameters()), numbers, True)
     near(found, plainly(plain, loss_fn, momentum(plain.parameters()), numbers))

@@ -71,6 +71,7 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
         (torch.ones(1).untyped_storage(), ["_cdata"]),
         (torch, ["_foreach_norm", "_foreach_mul_"]),
         (torch.optim.SGD([torch.ones(1)]), ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]),
+        (type(torch.optim.SGD([torch.ones(1)])).step, ["hooked", "__wrapped__"]),
         (torch.ones(1), ["_backward_hooks", "_post_accumulate_grad_hooks"]),
         (torch.autograd.Variable._execution_engine, ["queue_callback"]),
         (_torch._functorch_config, ["backward_pass_autocast"]),
