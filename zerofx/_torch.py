@@ -25,6 +25,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
@@ -42,6 +43,11 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
     return process_group(group).size()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was taken out of, or itself."""
+    return cast("DeviceMesh", cast(Any, mesh)._get_root_mesh())
 
 
 def register_work(result: torch.Tensor, work: torch.distributed.Work) -> None:
@@ -129,12 +135,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, behind: bool = False) -> bo
     return bool(optimizer._optimizer_step_pre_hooks or (behind and optimizer._optimizer_step_post_hooks))
 
 
-def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, in float32 at least."""
+def norms(tensors: Sequence[torch.Tensor], p: float = 2.0) -> list[torch.Tensor]:
+    """The p-norm of each tensor, in float32 at least."""
     if not tensors:
         return []
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
+    return list(torch._foreach_norm(list(tensors), p, dtype=torch.float64 if wide else torch.float32))
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ class TrainStep:
 
     def _end(self, loss: Tensor, weight: Tensor, scale: Tensor | None) -> StepResult:
         """Updates the parameters by the gradients of the sum of the losses, each of them the mean over ranks."""
-        found = totals(self.optimizer, loss, weight, self.group)
+        found = totals(self.optimizer, loss, weight, self.group, self.engine.parallel)
         factor = None if scale is None else 1.0 / scale.double()
         mean = found.loss / self.group.world
         if self.arguments.loss_weight is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from zerofx import _torch
-from zerofx.agree import agree
+from zerofx.agree_all import agree_all
 from zerofx.config import ConfigError
 from zerofx.engine import Engine
 from zerofx.scaling import DynamicLossScale
@@ -111,7 +111,7 @@ def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     group = _torch.process_group(engine.group) if engine.mesh.world > 1 else None
-    agree(facts, problem, group, caller=arguments.caller)
+    agree_all(dict.fromkeys(("dp", "tp"), facts), problem, group, engine.parallel, caller=arguments.caller)
     return engine
 
 

@@ -20,6 +20,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
     ),
     _torch._compile_fx: ("model_", "example_inputs_", "config_patches"),
     _torch._cache_dir: (),
+    _torch.DeviceMesh._get_root_mesh: (),
     _torch._FakeTensorMode: ("shape_env",),
     _torch._ConstantSource: ("source_name",),
     _torch._ShapeEnv.create_symbol: CREATE,
