@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
@@ -19,13 +19,13 @@ from zerofx.program import Invariant, Level, Program, Tag, output_node, output_t
 zerofx = torch.ops.zerofx
 
 
-def choose_dim(size: tuple[int, ...], world: int) -> int | None:
+def choose_dim(size: tuple[int, ...], world: int, taken: int | None = None) -> int | None:
     """The dim to cut: the first, unless its padding exceeds an eighth of the parameter and another dim pads less.
 
     Cutting another dim than the first costs a transposing copy, padding costs memory and bytes on the wire. None where
-    no dim has two rows, or there is nothing to cut.
+    no dim but one that is `taken` has two rows, or there is nothing to cut.
     """
-    cuttable = [d for d, rows in enumerate(size) if rows > 1]
+    cuttable = [d for d, rows in enumerate(size) if rows > 1 and d != taken]
     if not cuttable or prod(size) == 0:
         return None
 
@@ -37,15 +37,22 @@ def choose_dim(size: tuple[int, ...], world: int) -> int | None:
     return min(cuttable, key=padding)
 
 
-def choose_layout(params: Iterable[ParamLayout], world: int, stage: int, persist_below: int) -> Layout:
+def choose_layout(
+    params: Iterable[ParamLayout],
+    world: int,
+    stage: int,
+    persist_below: int,
+    taken: Mapping[str, int | None] | None = None,
+) -> Layout:
     """The storage of whole parameters over `world` ranks.
 
-    Stage 0 replicates all; otherwise those of `persist_below` elements or more are cut on one dim.
+    Stage 0 replicates all; otherwise those of `persist_below` elements or more are cut on one dim, which is none that
+    is `taken`: by the parameter's name, the dim that tensor-parallel ranks cut.
     """
 
     def chosen(param: ParamLayout) -> ParamLayout:
         cut = stage > 0 and prod(param.size) >= persist_below
-        return replace(param, dim=choose_dim(param.size, world) if cut else None)
+        return replace(param, dim=choose_dim(param.size, world, (taken or {}).get(param.name)) if cut else None)
 
     return Layout(tuple(chosen(param) for param in params))
 

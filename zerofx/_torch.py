@@ -27,6 +27,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules as _schedules
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
@@ -45,6 +46,11 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
     return process_group(group).size()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was taken out of, or itself."""
+    return cast("DeviceMesh", cast(Any, mesh)._get_root_mesh())
 
 
 def register_work(result: torch.Tensor, work: torch.distributed.Work) -> None:
@@ -138,12 +144,12 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
-def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, in float32 at least."""
+def norms(tensors: Sequence[torch.Tensor], p: float = 2.0) -> list[torch.Tensor]:
+    """The p-norm of each tensor, in float32 at least."""
     if not tensors:
         return []
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
+    return list(torch._foreach_norm(list(tensors), p, dtype=torch.float64 if wide else torch.float32))
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
 from zerofx import _torch
 from zerofx.backends import Compiled
 from zerofx.layout import Layout, ParamLayout
 from zerofx.moves import Kind, Move, move
+from zerofx.placing import cut_gathered, data_dim, data_placement, placed_as
 from zerofx.stands import Stands
-from zerofx.stored import contiguous_stride, local_rows
+from zerofx.stored import contiguous_stride
 from zerofx.unreduced import WAITING
 from zerofx.updating import RECEIVING
 
@@ -170,7 +172,7 @@ class Accumulation:
         reduced = self._move("reduce", tuple(waiting))(grads)
         self.may_wait = False
         for param, mean in zip(waiting.values(), reduced, strict=True):
-            param.grad = _as(param, mean, *cast("DTensor", param).placements)
+            param.grad = _as(param, mean, data_placement(cast("DTensor", param)))
         for param in waiting.values():
             for hook in _torch.post_accumulate_hooks(param):
                 hook(param)
@@ -243,18 +245,17 @@ def add_gradient(param: nn.Parameter, grad: Tensor) -> None:
 
 
 def is_partial(grad: Tensor | None) -> bool:
-    return isinstance(grad, DTensor) and grad.placements[0].is_partial()
+    return isinstance(grad, DTensor) and data_placement(grad).is_partial()
 
 
-def _as(param: nn.Parameter, local: Tensor, placement: Any) -> DTensor:
-    mesh, stride = cast("DTensor", param).device_mesh, contiguous_stride(param.shape)
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=param.shape, stride=stride)
+def _as(param: nn.Parameter, local: Tensor, placement: Placement) -> DTensor:
+    own = cast("DTensor", param)
+    placements, stride = placed_as(own, placement), contiguous_stride(param.shape)
+    return DTensor.from_local(local, own.device_mesh, placements, run_check=False, shape=param.shape, stride=stride)
 
 
 def _add_reduced(grad: Tensor, reduced: DTensor) -> None:
     """Adds a reduced gradient to this rank's own, so that the mean over the ranks is that of both."""
-    mesh, (placement,) = reduced.device_mesh, reduced.placements
-    if isinstance(placement, Shard):
-        local_rows(grad, placement.dim, mesh.size(), mesh.get_local_rank()).add_(reduced.to_local(), alpha=mesh.size())
-    else:
-        grad.add_(reduced.to_local())
+    sharded = data_placement(reduced).is_shard()
+    alpha = reduced.device_mesh.size(data_dim(reduced.device_mesh)) if sharded else 1
+    cut_gathered(grad, reduced).add_(reduced.to_local(), alpha=alpha)

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Iterable
 from typing import Any, Never, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import records, watch
-from zerofx.agree import agree, refuse_without_mesh
+from zerofx import watch
+from zerofx.agree import refuse_without_mesh
+from zerofx.agree_all import Facts, agree_all
 from zerofx.allowance import allowed_bytes
 from zerofx.check_model import find_owners, parameters_of, refuse_model, refuse_without_blocks
 from zerofx.config import Config, Rewrite
 from zerofx.engine import Engine, autocast
-from zerofx.groups import NotInMeshError, backend_of, data_parallel_mesh, program_mesh
-from zerofx.layout import Layout
+from zerofx.facts import facts_of
+from zerofx.groups import NotInMeshError, arrange, backend_of, program_mesh
 from zerofx.manager import Pass
 from zerofx.materialise import InitFn, Materialiser, refuse_unwritable
 from zerofx.meet import meet
-from zerofx.optimizers import LOCAL_STEPS
-from zerofx.passes.choose_layout import choose_layout
+from zerofx.mesh import ModelParallel
+from zerofx.parallel import Mesh
 from zerofx.pipeline import Example, Pipeline, refuse_beside
-from zerofx.pipeline_mesh import ALONE, arrange
+from zerofx.pipeline_mesh import ALONE, arrange_pipeline
 from zerofx.pipelined import Pipelined
+from zerofx.place import Pipe, place
 from zerofx.recipe import passes_of
-from zerofx.shard import Owner, drop_parameter, shard_parameter, sync_module
+from zerofx.shard import Owner
 from zerofx.stage_plan import Foreign, Plan
-from zerofx.swap import READS, answer_get_parameter, swap_class, swap_unsharded
 from zerofx.unsupported import refuse_arguments, refuse_stages
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,7 +41,8 @@ def compile(  # noqa: A001
     model: M,
     *,
     stage: int = 3,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
+    mpu: Any = None,
     persist_below: int = 10_000,
     bucket_mb: float | None = None,
     prefetch: int = 1,
@@ -77,8 +77,14 @@ def compile(  # noqa: A001
         stage: 3 stores each rank's part of the parameters, gathers them for use and releases them after it; 1 and 2
             store parts too, but keep what was gathered in the forward for the backward; 0 replicates the parameters.
             Gradients have the placement of their parameters.
-        mesh: a DeviceMesh of one dimension, or with one named `dp`, to shard over. Default: all ranks of the default
-            group, which is made from torchrun's environment if need be; without either, one rank and no group.
+        mesh: a DeviceMesh of one dimension, or with one named `dp`, to shard over, or a zerofx.Mesh. Ranks along its
+            dimensions `tp` and `pp` hold other parts of the model. Default: that of which the mesh of DTensor
+            parameters is a part, or all ranks of the default group, which is made from torchrun's environment if need
+            be; without either, one rank and no group.
+        mpu: in place of `mesh`, any object with the functions of Megatron's mpu, as in zerofx.Mesh. What is sliced is
+            marked by `param.tensor_model_parallel = True`, other parameters are copies on all tensor-parallel ranks;
+            gradients of those with `param.sequence_parallel = True` are added up over them. Initial values, gradients
+            and parts of parameters travel between data-parallel ranks only.
         persist_below: parameters of fewer elements stay replicated.
         bucket_mb: collectives of small tensors are issued together, up to this many MiB (2**20 bytes). Default: as many
             as make a message's latency a tenth of its time, on the group's backend (`python -m zerofx tune`).
@@ -128,22 +134,21 @@ def compile(  # noqa: A001
     The first forward for training raises MemoryLimitError where a step needs more than `memory` in any way.
     """
     problem: Exception | None = None
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     config, owners = Config(), list[Owner]()
     order: tuple[Pass, ...] = ()
     device = _device_of(model, mesh)
     where, plan = ALONE, None
     try:
         if isinstance(pipeline, Pipeline):
-            where = arrange(mesh, device, pipeline)
-            device_mesh = where.data
-        else:
-            device_mesh = data_parallel_mesh(mesh, device)
+            where = arrange_pipeline(mesh, device, pipeline)
+        ranks = where.data if isinstance(pipeline, Pipeline) else arrange(model, mesh, mpu, device)
     except NotInMeshError:
         raise
     except Exception as error:
         refuse_without_mesh(error)
-    group = None if device_mesh is None else device_mesh.get_group()
+    data, parallel = (None, ModelParallel()) if ranks is None else (ranks.data, ranks.model_parallel)
+    group = None if data is None else data.get_group()
     everyone = where.everyone or group
     ignored = list[nn.Parameter]()
     try:
@@ -171,40 +176,25 @@ def compile(  # noqa: A001
         if config.per_block:
             refuse_without_blocks(model)
         refuse_unwritable(model, init_fn)
-        owners = find_owners(model, ignored)
-        refuse_beside(pipeline, example_inputs, config, ignored)
+        owners = find_owners(model, ignored, ranks)
+        refuse_beside(pipeline, example_inputs, config, ignored, mpu)
         if pipeline is not None and example_inputs is not None:
             cap = None if memory is None else allowed_bytes(memory, device)
-            plan = Plan(
-                model, pipeline, device, functools.partial(autocast, config.precision, device), example_inputs, cap
-            )
-        facts = config.facts() | _versions() | {"the passes": repr(order)}
-        facts |= {f"parameter {o.layout.name}": _facts(o.param) for o in owners}
-        facts |= {f"buffer {name}": _facts(buffer) for name, buffer in model.named_buffers()}
-        if plan is not None:
-            facts |= {"the pipeline": repr(pipeline), "the stages that the model is cut into": plan.digest()}
+            autocasting = functools.partial(autocast, config.precision, device)
+            plan = Plan(model, pipeline, device, autocasting, example_inputs, cap)
+        facts = facts_of(model, config, order, owners, plan)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    notes = agree(facts, problem, everyone, None if problem else watch.offer(everyone, model))
+    told = agree_all(facts, problem, everyone, parallel, model)
 
-    program = program_mesh(device_mesh)
-    kept = owners if plan is None else [owner for owner in owners if where.place in plan.ranks_of(owner.layout.name)]
-    chosen = choose_layout((o.layout for o in kept), program.axis("dp").size, config.stage, config.persist_below)
-    layout = Layout(tuple(owner.layout for owner in kept)) if device_mesh is None else chosen
-    for owner, stored in zip(kept, layout, strict=True):
-        owner.layout = stored
-    ids = {id(param) for param in ignored}
-    left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
-    foreign = Foreign.of(model, owners, where.place, plan)
-    over = everyone if config.sync_init and everyone is not None and everyone.size() > 1 else None
-    _place(model, owners, Materialiser(device, init_fn), device_mesh, over, left_alone, foreign)
-    if device_mesh is not None:
-        LOCAL_STEPS.add(device_mesh)
+    pipe = Pipe(where.everyone, Foreign.of(model, owners, where.place, plan))
+    layout, left_alone = place(model, owners, Materialiser(device, init_fn), ranks, config, ignored, pipe)
     if group is not None and group.size() > 1 and "gloo" in backend_of(group, device):
         meet(group)
-    watch.start(everyone, notes, model)
-    rank = 0 if device_mesh is None else device_mesh.get_local_rank()
-    engine = Engine(config, order, program, layout, rank, left_alone)
+    for each, notes in told:
+        watch.start(each, notes, model)
+    rank = 0 if data is None else data.get_local_rank()
+    engine = Engine(config, order, program_mesh(data), layout, rank, left_alone, parallel)
     if plan is not None:
         engine.pipelined = Pipelined(plan, where, device)
     engine.attach(model)
@@ -216,64 +206,12 @@ TAKEN = tuple(
 )
 
 
-def _place(
-    model: nn.Module,
-    owners: list[Owner],
-    materialise: Materialiser,
-    mesh: DeviceMesh | None,
-    sync: dist.ProcessGroup | None,
-    ignored: frozenset[str],
-    foreign: Foreign,
-) -> None:
-    """Gives the model's tensors their values and cuts its parameters, one module at a time.
-
-    `owners` is emptied on the way, so that at no time more than one module is there whole. The values are those of the
-    first rank of the group `sync`, if given; what is `foreign` goes.
-    """
-    done = set[int]()
-    first: dict[int, list[Owner]] = {}
-    while owners:
-        owner = owners.pop(0)
-        first.setdefault(id(owner.places[0][0]), []).append(owner)
-    for prefix, module in model.named_modules():
-        materialise(prefix, module)
-        if mesh is None:
-            continue
-        start = f"{prefix}." if prefix else ""
-        done |= {id(param) for name, param in module._parameters.items() if start + name in ignored}
-        if sync is not None:
-            sync_module(module, sync, done)
-        for owner in first.pop(id(module), []):
-            if owner.layout.name in foreign.params:
-                drop_parameter(owner)
-            else:
-                shard_parameter(owner, mesh)
-        foreign.drop_buffers(prefix, module)
-    if mesh is None:
-        swap_unsharded(model)
-        return
-    for module in model.modules():
-        if module is model or READS in module.__dict__:
-            swap_class(module)
-        elif next(module.parameters(), None) is not None:
-            answer_get_parameter(module)
-
-
-def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+def _device_of(model: nn.Module, mesh: Any) -> torch.device:
     """Where the parameters are; those on the meta device go where the mesh is, or on the GPU if there is one."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     real = next((param.device for param in params if not param.is_meta), None)
     if real is not None:
         return real
-    if isinstance(mesh, DeviceMesh):
-        return torch.device(mesh.device_type)
+    if isinstance(mesh, (DeviceMesh, Mesh)):
+        return torch.device((mesh.data if isinstance(mesh, Mesh) else mesh).device_type)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _versions() -> dict[str, str]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"torch's version": torch.__version__, "zerofx's source": records.source()[:16], "Python's version": python}
-
-
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, "meta" if tensor.is_meta else "real"

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
-from torch.distributed.tensor import DTensor, Replicate
 
 from zerofx import _torch
 from zerofx.fused import Told, starts_without_skipping
+from zerofx.mesh import Axis, ModelParallel
+from zerofx.norm import local_gradients, powers
 from zerofx.optimizers import LOCAL_STEPS
 from zerofx.sequence import note_eager, of_param
 from zerofx.updates import Updates
@@ -27,18 +28,26 @@ class Group(NamedTuple):
     world: int
     replicas: int
 
+    @classmethod
+    def of_axis(cls, axis: Axis) -> Group:
+        return cls(axis.group, axis.size, axis.size)
+
     def sum(self, values: Tensor, what: str) -> Tensor:
         """The sum of all ranks' values, in place; no rank's host waits for its GPU."""
+        return self.reduce(values, what, dist.ReduceOp.SUM)
+
+    def reduce(self, values: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """The same by another operation."""
         if self.world > 1:
             with of_param(what):
                 note_eager(self.name, "all_reduce", "step", values.numel(), values.dtype)
-            dist.all_reduce(values, group=_torch.process_group(self.name))
+            dist.all_reduce(values, op=op, group=_torch.process_group(self.name))
         return values
 
 
 class Totals(NamedTuple):
     """0-dim float64 tensors, over all ranks: the sum of the squares of the gradients as they are, scaled and not yet
-    divided, each element counted once; the sum of the losses; and that of the weights.
+    divided, each element counted once; the sum of the losses over the data-parallel ranks; and that of the weights.
     """
 
     squares: Tensor
@@ -51,6 +60,7 @@ def totals(
     loss: Tensor,
     weight: Tensor,
     group: Group,
+    parallel: ModelParallel,
     elsewhere: Container[int] = (),
     updates: Updates | None = None,
 ) -> Totals:
@@ -59,33 +69,17 @@ def totals(
     A parameter that zerofx.compile was told to ignore is another one on each rank. Of gradients that are gone,
     `updates` has the norms.
     """
-    parts, copies = map(_torch.norms, _local_gradients(optimizer, elsewhere))
+    params = (param for param in _params(optimizer) if id(param) not in elsewhere)
+    squares = powers(local_gradients(params, parallel), 2.0, loss)
     if updates is not None:
-        parts, copies = [*parts, *updates.parts], [*copies, *updates.copies]
-    squares = _squares(parts, loss) + _squares(copies, loss) / group.replicas
+        squares = squares + updates.squares(loss)
+    for axis in parallel.axes:
+        squares = Group.of_axis(axis).sum(squares, "the norm of the gradients")
     return Totals(*group.sum(torch.stack([squares, loss, weight]), "the loss and the norm of the gradients").unbind())
 
 
-def _local_gradients(optimizer: optim.Optimizer, elsewhere: Container[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of which each rank has its own part, and those of which each has a copy."""
-    parts, copies = list[Tensor](), list[Tensor]()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = None if id(param) in elsewhere else param.grad
-            if not isinstance(grad, DTensor):
-                parts += [] if grad is None else [grad]
-                continue
-            if grad.placements != param.placements:
-                raise RuntimeError(
-                    f"a gradient is placed as {grad.placements} and its parameter as {param.placements}: leave "
-                    "gradients to the step, and change them in a hook before the optimizer's step"
-                )
-            (copies if grad.placements == (Replicate(),) else parts).append(grad.to_local())
-    return parts, copies
-
-
-def _squares(norms: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros_like(like)
+def _params(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def clip_factor(norm: Tensor, clip: float | None) -> Tensor | None:
@@ -106,5 +100,6 @@ def update(optimizer: optim.Optimizer, factor: Tensor | None, skip: Tensor | Non
     if skip is not None and skip.item():
         return
     if factor is not None:
-        _torch.multiply([grad for grads in _local_gradients(optimizer) for grad in grads], factor)
+        for grads in local_gradients(_params(optimizer), ModelParallel()).values():
+            _torch.multiply(grads, factor)
     optimizer.step()

@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zerofx.blocks import has_blocks
-from zerofx.config import ConfigError
+from zerofx.config import ConfigError, ModelError
 from zerofx.layout import ParamLayout
+from zerofx.parallel import Mesh
 from zerofx.shard import Owner
+from zerofx.stored import own_slice
+from zerofx.tensor_parallel import Slices, is_sequence_parallel
 from zerofx.unsupported import WRAPPERS, wrapper_of
-
-
-class ModelError(ValueError):
-    """The model holds something that zerofx.compile cannot shard."""
 
 
 def parameters_of(ignored: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -55,13 +53,14 @@ def refuse_without_blocks(model: nn.Module) -> None:
         )
 
 
-def find_owners(model: nn.Module, ignored: list[nn.Parameter]) -> list[Owner]:
+def find_owners(model: nn.Module, ignored: list[nn.Parameter], ranks: Mesh | None = None) -> list[Owner]:
     """Every parameter to shard, in registration order, with all the places that hold it.
 
     Raises ModelError for a parameter that cannot be sharded, or that is also kept where it would not be replaced.
     """
     owners: dict[int, Owner] = {}
     skipped = {id(param) for param in ignored}
+    slices = Slices((param for param in model.parameters() if id(param) not in skipped), ranks)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is None or id(param) in skipped:
@@ -69,8 +68,14 @@ def find_owners(model: nn.Module, ignored: list[nn.Parameter]) -> list[Owner]:
             full = f"{prefix}.{name}" if prefix else name
             if id(param) not in owners:
                 _refuse_parameter(full, param)
-                layout = ParamLayout(full, tuple(param.shape), param.dtype, None, param.requires_grad)
-                owners[id(param)] = Owner(param, layout)
+                sliced = slices.sliced(full, param)
+                size = tuple(own_slice(param).shape)
+                owner = Owner(param, ParamLayout(full, size, param.dtype, None, param.requires_grad), sliced=sliced)
+                if ranks is not None:
+                    owner.storage = slices.storage(param, sliced)
+                    if is_sequence_parallel(param) and sliced is None and ranks.model_parallel.tensor.size > 1:
+                        owner.summed = ranks.model_parallel.tensor.group
+                owners[id(param)] = owner
             if (module, name) not in owners[id(param)].places:
                 owners[id(param)].places.append((module, name))
                 owners[id(param)].names.append(full)
@@ -84,10 +89,6 @@ def find_owners(model: nn.Module, ignored: list[nn.Parameter]) -> list[Owner]:
 def _refuse_parameter(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"parameter {name!r} is not initialised yet: run the lazy module once before zerofx.compile")
-    if isinstance(param, DTensor):
-        raise ModelError(
-            f"parameter {name!r} is a DTensor already: pass the model before it is sharded or parallelised"
-        )
     if param.is_complex():
         raise ModelError(
             f"parameter {name!r} is complex, which cannot be reduced: store it as two real ones (torch.view_as_real), "

@@ -26,6 +26,10 @@ class ConfigError(ValueError):
     """An argument of `zerofx.compile` has a value that is not allowed."""
 
 
+class ModelError(ValueError):
+    """The model holds something that zerofx.compile cannot shard."""
+
+
 def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"zerofx.compile({field}={value!r}) is not possible: {field} must be {allowed}")
 

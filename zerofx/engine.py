@@ -23,13 +23,12 @@ from zerofx.backends import Joint, inductor, interpret
 from zerofx.blocks import Users, compile_pieces
 from zerofx.boundary import Group
 from zerofx.capture import Capture, reads_parameters
-from zerofx.check_model import ModelError
-from zerofx.config import PRECISIONS, Config
+from zerofx.config import PRECISIONS, Config, ModelError
 from zerofx.decide import NOTHING_DECIDED, Decision, Forecast, MemoryLimitError, Settled
 from zerofx.gathered import LostWriteError
 from zerofx.layout import Layout
 from zerofx.manager import Pass, is_of_pass
-from zerofx.mesh import Mesh
+from zerofx.mesh import Mesh, ModelParallel
 from zerofx.notes import Halves, compiling, halves_of, note_call, noted
 from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.pipelined import Pipelined
@@ -53,9 +52,10 @@ class Engine:
         layout: Layout,
         rank: int,
         ignored: frozenset[str] = frozenset(),
+        parallel: ModelParallel = ModelParallel(),  # noqa: B008
     ) -> None:
         self.config, self.passes, self.mesh, self.layout, self.rank = config, passes, mesh, layout, rank
-        self.ignored = ignored
+        self.ignored, self.parallel = ignored, parallel
         self.group = mesh.axis("dp").group
         self.captures: list[Capture] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
@@ -65,7 +65,8 @@ class Engine:
         self.pipelined: Pipelined | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
-        return _again, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.settled)
+        own = (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.parallel)
+        return _again, (*own, self.settled)
 
     def attach(self, model: nn.Module) -> None:
         """Makes calls of the model run compiled."""
@@ -247,9 +248,12 @@ class Engine:
         return names | self.accumulation.stands.names_of_parts(), Layout(layout)
 
     def digest(self) -> str:
-        """Covers all that decides what the passes make of a graph: their options and source, mesh and layout."""
+        """Covers all that decides what the passes make of a graph: their options and source, mesh and layout.
+
+        Graphs of tensor-parallel ranks may differ in numbers that torch's caches do not look at.
+        """
         text = "".join([records.source(), *map(_describe, self.passes), repr(self.mesh), repr(self.layout)])
-        text += repr(self.decision)
+        text += repr(self.decision) + repr([part for part in self.parallel.coordinates if part[0] != "dp"])
         return hashlib.sha256(text.encode()).hexdigest()
 
 

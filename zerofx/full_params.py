@@ -9,10 +9,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from zerofx.stored import local_rows
-from zerofx.swap import READS
+from zerofx.placing import cut_gathered, data_dim, placed_as
+from zerofx.stored import own_slice
+from zerofx.swap import READS, Read, is_stored
 
 Place = tuple[nn.Module, str]
 
@@ -23,7 +24,8 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
 
     Enter it on all ranks together. On leaving, each rank stores its part of what it holds: write the same values on all
     of them, or write on one and name it as `from_rank`, its rank in the group that shares the model. Every rank holds
-    the whole model meanwhile. Forwards inside, such as those of `generate()`, gather nothing and have no gradients.
+    the whole model meanwhile; of a parameter that tensor-parallel ranks slice it holds its slice, a DTensor over these
+    if it was one. Forwards inside, such as those of `generate()`, gather nothing and have no gradients.
 
     Raises TypeError for a model whose parameters are not sharded, and RuntimeError where it is entered already.
     """
@@ -31,9 +33,10 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
     stored = {place: place[0]._parameters.get(place[1]) for place in places}
     if not places:
         raise TypeError("zerofx.full_params needs a model that zerofx.compile was called on in a process group")
-    if any(param is not None and not isinstance(param, DTensor) for param in stored.values()):
+    reads = {place: place[0].__dict__[READS][place[1]] for place in places}
+    if any(param is not None and not is_stored(param, reads[place]) for place, param in stored.items()):
         raise RuntimeError("zerofx.full_params is entered for this model already: leave it first")
-    whole = {id(param): _whole(param) for param in stored.values() if param is not None}
+    whole = {id(param): _whole(param, reads[place]) for place, param in stored.items() if param is not None}
     for (module, name), param in stored.items():
         module._parameters[name] = None if param is None else whole[id(param)]
     try:
@@ -47,20 +50,25 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
             module._parameters[name] = param
 
 
-def _whole(param: nn.Parameter) -> nn.Parameter:
+def _whole(param: nn.Parameter, how: Read) -> nn.Parameter:
+    part, sliced = cast("DTensor", param), how.sliced
     with torch.no_grad():
-        return nn.Parameter(cast("DTensor", param).full_tensor().detach(), requires_grad=False)
+        whole = part.redistribute(placements=placed_as(part, Replicate())).to_local().detach().clone()
+        if sliced is not None:
+            placements = (sliced.placement,)
+            whole = DTensor.from_local(
+                whole, sliced.mesh, placements, run_check=False, shape=sliced.shape, stride=sliced.stride
+            )
+        return nn.Parameter(whole, requires_grad=False)
 
 
 def _store(param: nn.Parameter, whole: Tensor, from_rank: int | None) -> None:
     """Puts this rank's part of the whole values into the parameter."""
     shard = cast("DTensor", param)
-    mesh, (placement,) = shard.device_mesh, shard.placements
-    value = whole.detach().to(shard.to_local().device)
+    mesh = shard.device_mesh
+    value = own_slice(whole).to(shard.to_local().device)
     if from_rank is not None:
         value = value.contiguous()
-        dist.broadcast(value, group=mesh.get_group(), group_src=from_rank)
-    if isinstance(placement, Shard):
-        value = local_rows(value, placement.dim, mesh.size(), mesh.get_local_rank())
+        dist.broadcast(value, group=mesh.get_group(data_dim(mesh)), group_src=from_rank)
     with torch.no_grad():
-        shard.to_local().copy_(value)
+        shard.to_local().copy_(cut_gathered(value, shard))

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 LOST = "a gathered copy of a sharded parameter, so writing to it would be lost"
@@ -46,23 +47,49 @@ class Gathered(Tensor):
             return tree_map_only(Tensor, lambda t: cls.of(t) if _storage(t) in storages else t, result)
 
 
+class GatheredSlice(DTensor):
+    """The same for a parameter that is a DTensor over tensor-parallel ranks; its local tensor is a Gathered."""
+
+    @staticmethod
+    def of(whole: DTensor) -> DTensor:
+        whole.__class__ = GatheredSlice
+        return whole
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
+        return Gathered.of(super().to_local(*args, **kwargs))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _writes(func, args, kwargs):
+            raise LostWriteError(REMEDY)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            storages = {_storage(DTensor.to_local(t)) for t in tree_leaves((args, kwargs)) if isinstance(t, cls)}
+            for made in tree_leaves(result):
+                if type(made) is DTensor and _storage(made.to_local()) in storages:
+                    cls.of(made)
+        return result
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if any(isinstance(t, Gathered) for t in tree_leaves(kwargs.get("out"))):
+    if any(isinstance(t, COPIES) for t in tree_leaves(kwargs.get("out"))):
         return True
-    if name == "__set__" and isinstance(args[0], Gathered):
+    if name == "__set__" and isinstance(args[0], COPIES):
         return func is not GRAD_SETTER
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
     if not in_place and kwargs.get("inplace") is not True:
         return False
     written = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes its tensor by name
-    return any(isinstance(t, Gathered) for t in tree_leaves(written))
+    return any(isinstance(t, COPIES) for t in tree_leaves(written))
 
 
+COPIES = (Gathered, GatheredSlice)
 GRAD_SETTER = cast("Any", Tensor.grad).__set__
 IN_PLACE_OPERATORS = frozenset(
     f"__i{op}__"

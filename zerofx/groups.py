@@ -1,16 +1,19 @@
-"""The process group that a model is sharded over: the user's, or one made from torchrun's environment."""
+"""How the ranks that train a model are arranged, as the user, the model's parameters or torchrun's environment say."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zerofx import mesh as axes
 from zerofx.config import ConfigError
-from zerofx.mesh import Axis, Mesh
-from zerofx.unsupported import refuse_dimensions
+from zerofx.parallel import Mesh
+from zerofx.tensor_parallel import mesh_of_parameters
 
 
 class NotInMeshError(ConfigError):
@@ -20,33 +23,39 @@ class NotInMeshError(ConfigError):
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def data_parallel_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
-    """The 1-dimensional mesh to shard over, or None for one rank without any group.
+def arrange(model: nn.Module, mesh: Any, mpu: Any, device: torch.device) -> Mesh | None:
+    """The ranks that train the model, or None for one rank without any group.
 
-    Raises ConfigError for a mesh of several dimensions without one named `dp`, with one for a feature that zerofx does
-    not have, or of another device type, and NotInMeshError for a rank outside of the mesh.
+    Raises ConfigError for a mesh without a data-parallel axis, with one for a feature that zerofx does not have, or of
+    another device type, for a wrong mpu, and NotInMeshError for a rank outside of the mesh.
     """
+    if mesh is not None and mpu is not None:
+        raise ConfigError(
+            "zerofx.compile(mesh=..., mpu=...) is not possible: both say how ranks are arranged, pass one"
+        )
+    if mpu is not None:
+        return Mesh(mpu, device_type=device.type)
+    if mesh is None:
+        mesh = mesh_of_parameters(model)
     if mesh is None:
         if not default_group(device):
             return None
-        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"zerofx.compile(mesh=...) takes a DeviceMesh, not {type(mesh).__name__}")
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if not isinstance(mesh, (DeviceMesh, Mesh)):
+        raise ConfigError(f"zerofx.compile(mesh=...) takes a DeviceMesh or a zerofx.Mesh, not {type(mesh).__name__}")
+    found = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    refuse_other_devices(found.data, device)
+    if found.data.get_coordinate() is None:
+        raise NotInMeshError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
+    return found
+
+
+def refuse_other_devices(mesh: DeviceMesh, device: torch.device) -> None:
     if mesh.device_type != device.type:
         raise ConfigError(
             f"the mesh is of {mesh.device_type} devices but the parameters are on {device.type}: "
             "move the model to the mesh's device first"
         )
-    if mesh.ndim > 1:
-        refuse_dimensions(mesh.mesh_dim_names or (), mesh.shape if mesh.mesh_dim_names else ())
-        if "dp" not in (mesh.mesh_dim_names or ()):
-            raise ConfigError(
-                f"the mesh has the axes {mesh.mesh_dim_names} and none is named 'dp': name the data-parallel axis 'dp'"
-            )
-        mesh = mesh["dp"]
-    if mesh.get_coordinate() is None:
-        raise NotInMeshError("this rank is not part of the mesh: call zerofx.compile on the ranks of the mesh only")
-    return mesh
 
 
 def default_group(device: torch.device) -> bool:
@@ -65,8 +74,8 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return by_device.get(device.type, name)
 
 
-def program_mesh(mesh: DeviceMesh | None) -> Mesh:
+def program_mesh(mesh: DeviceMesh | None) -> axes.Mesh:
     """The mesh as passes see it."""
     if mesh is None:
-        return Mesh.of(dp=1)
-    return Mesh((Axis("dp", mesh.size(), mesh.get_group().group_name),))
+        return axes.Mesh.of(dp=1)
+    return axes.Mesh((axes.Axis("dp", mesh.size(), mesh.get_group().group_name),))

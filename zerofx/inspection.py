@@ -107,7 +107,10 @@ class Inspection:
         return "".join(difflib.unified_diff(old, new, steps[0].name, steps[1].name))
 
     def collectives(self) -> Collectives:
-        """Each collective with its role, parameters, dtype, group and bytes; and the bound beside their sum."""
+        """Each collective of parameters and gradients with its role, dtype, group and bytes; and the bound of the sum.
+
+        Those of the model's own, such as of sliced layers, are not among them.
+        """
         rows: list[Collective] = []
         bound = 0
         for graph in self.graphs:
@@ -117,6 +120,7 @@ class Inspection:
                 for names in graph.blocks
                 for part in program.graphs
                 for line in part.sent
+                if line.role
             ]
             bound += _bound(graph) * len(graph.blocks)
         return Collectives(tuple(rows), bound)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zerofx.check_model import ModelError
+from zerofx.config import ModelError
 
 InitFn = Callable[[nn.Module], object]
 

@@ -16,6 +16,24 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ModelParallel:
+    """The other ranks that hold parts of this rank's model, by the names of their process groups.
+
+    `tensor` are those that hold slices of the same layers, `pipeline` those that hold other layers. `coordinates` is
+    the place of this rank along each axis.
+    """
+
+    tensor: Axis = Axis("tp", 1, "")
+    pipeline: Axis = Axis("pp", 1, "")
+    coordinates: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes with more than one rank: what is added up over one after the other is added up over the model."""
+        return tuple(axis for axis in (self.tensor, self.pipeline) if axis.size > 1)
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Ranks in row-major order over `axes`. Holds no process group, so passes and their tests need none."""
 

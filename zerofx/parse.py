@@ -174,13 +174,18 @@ class _GraphReader(Reader):
     def with_group(
         self, where: ast.expr, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the axis that the text names replaced by its group."""
+        """The arguments with the axis that the text names replaced by its group.
+
+        A number is torch's name of a group that is no axis of the mesh, such as of ranks that slice layers.
+        """
         grouped = isinstance(target, OpOverload) and target.namespace in GROUPED
         found = argument_index(target, "group", "group_name") if grouped else None
         if found is None:
             return args, kwargs
         place, name = found
         axis = args[place] if place < len(args) else kwargs.get(name)
+        if str(axis).isdecimal():
+            return args, kwargs
         if axis not in [known.name for known in self.mesh.axes]:
             self.fail(where, f"the mesh has the axes {[known.name for known in self.mesh.axes]}, not {axis!r}")
         group = self.mesh.axis(axis).group

@@ -125,7 +125,9 @@ class Pipeline:
         raise PipelineError(f"zerofx.Pipeline({field}={value!r}) is not possible: {field} must be {allowed}")
 
 
-def refuse_beside(pipeline: object, example_inputs: object, config: Config, ignored: Sequence[Any]) -> None:
+def refuse_beside(
+    pipeline: object, example_inputs: object, config: Config, ignored: Sequence[Any], mpu: object
+) -> None:
     """Raises PipelineError for a pipeline that is none, and for arguments of zerofx.compile that do not go with one."""
     if pipeline is None:
         if example_inputs is not None:
@@ -151,6 +153,7 @@ def refuse_beside(pipeline: object, example_inputs: object, config: Config, igno
         "per_block": config.per_block,
         "recompute": bool(config.recompute),
         "ignored_params": bool(ignored),
+        "mpu": mpu is not None,
         "reduce_dtype": config.reduce_dtype is not None,
         "passes": config.passes is not None,
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zerofx.groups import data_parallel_mesh, default_group
+from zerofx.groups import default_group, refuse_other_devices
+from zerofx.parallel import Mesh
 from zerofx.pipeline import Pipeline, PipelineError
 
 
@@ -19,24 +21,25 @@ class Arrangement:
     place: int
     replica: int
     pipe: dist.ProcessGroup | None
-    data: DeviceMesh | None
+    data: Mesh | None
     everyone: dist.ProcessGroup | None
 
     @property
     def replicas(self) -> int:
-        return 1 if self.data is None else self.data.size()
+        return 1 if self.data is None else self.data.data.size()
 
 
 ALONE = Arrangement(0, 0, None, None, None)
 """One rank without any group."""
 
 
-def arrange(mesh: DeviceMesh | None, device: torch.device, pipeline: Pipeline) -> Arrangement:
+def arrange_pipeline(mesh: Any, device: torch.device, pipeline: Pipeline) -> Arrangement:
     """The ranks of a mesh with the dimensions `pp` and `dp`, by default all of them, those of one stage side by side.
 
     Raises PipelineError where the pipeline does not fit.
     """
     ranks = pipeline.ranks
+    mesh = mesh.device_mesh if isinstance(mesh, Mesh) else mesh
     if mesh is None:
         if not default_group(device):
             if ranks > 1:
@@ -57,7 +60,6 @@ def arrange(mesh: DeviceMesh | None, device: torch.device, pipeline: Pipeline) -
             f"a pipeline of {ranks} ranks needs a mesh of all ranks with the dimensions 'pp', of size {ranks}, and "
             "'dp', which may be of size 1: make it with init_device_mesh, or leave mesh out"
         )
-    data = data_parallel_mesh(mesh, device)
-    assert data is not None
-    pipe = mesh["pp"]
-    return Arrangement(pipe.get_local_rank(), data.get_local_rank(), pipe.get_group(), data, dist.group.WORLD)
+    refuse_other_devices(mesh, device)
+    data, pipe = Mesh(mesh["dp"]), mesh["pp"]
+    return Arrangement(pipe.get_local_rank(), data.data.get_local_rank(), pipe.get_group(), data, dist.group.WORLD)

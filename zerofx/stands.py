@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerofx.swap import NAMES, READ_OUTSIDE, STANDS, Stand
+from zerofx.swap import NAMES, READ_OUTSIDE, READS, STANDS, Read, Stand, is_stored
 
 
 class Known(NamedTuple):
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 Arrived = Callable[[nn.Parameter, Tensor], None]
 Reduced = Callable[[str, Tensor], None]
 Outside = Callable[[str], None]
-Place = tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None]]
+Place = tuple[dict[str, Stand | None], dict[str, str], dict[str, nn.Parameter | None], dict[str, Read]]
 
 
 class Stands:
@@ -55,9 +55,9 @@ class Stands:
         if not (deferred or self.updated or self.kept or self.known):
             return
         before, self.known = self.known, {}
-        for stands, names, params in self._places():
+        for stands, names, params, reads in self._places():
             for name in stands:
-                found = self._find(names[name], params.get(name), before)
+                found = self._find(names[name], params.get(name), reads[name], before)
                 stands[name] = found and found.stand
                 if found:
                     self.known[names[name]] = found
@@ -83,26 +83,28 @@ class Stands:
         return {id(whole): name for whole, name in wholes if whole is not None}
 
     def _places(self) -> Iterator[Place]:
-        """Each module's stands, and its parameters' names in the model and themselves."""
+        """Each module's stands, its parameters' names in the model, themselves, and how they are read."""
         model = self.model()
         for module in () if model is None else model.modules():
             if stands := module.__dict__.get(STANDS):
-                yield stands, module.__dict__[NAMES], module._parameters
+                yield stands, module.__dict__[NAMES], module._parameters, module.__dict__[READS]
 
-    def _find(self, name: str, param: Tensor | None, before: dict[str, Known]) -> Known | None:
+    def _find(self, name: str, param: Tensor | None, how: Read, before: dict[str, Known]) -> Known | None:
         """The stand of a parameter; tied places share one, and one that was there stays."""
-        if not isinstance(param, DTensor):
+        if not is_stored(param, how):
             return None
+        stored = cast("DTensor", param)
         kept, updated = self.kept.get(name), name in self.updated
-        if kept is None and not ((self.deferred or updated) and param.requires_grad):
+        apart = (self.deferred or updated) and stored.requires_grad
+        if kept is None and not apart:
             return None
-        part = self._part(name, param, updated) if (self.deferred or updated) and param.requires_grad else None
+        part = self._part(name, stored, updated) if apart else None
         for found in (self.known.get(name), before.get(name)):
             if found and found.param() is cast(Any, param) and found.kept is kept and found.stand.part is part:
                 return found
         if updated:
             return Known(Stand(None, False, part), weakref.ref(cast("nn.Parameter", param)), None)
-        return self._made(name, cast("nn.Parameter", param), kept, part)
+        return self._made(name, cast("nn.Parameter", param), how.size, kept, part)
 
     def _part(self, name: str, param: DTensor, updated: bool) -> nn.Parameter:
         """The stored part as a parameter of its own, without a gradient unless it is updated by that."""
@@ -116,13 +118,15 @@ class Stands:
                 cast(Any, part).register_post_accumulate_grad_hook(functools.partial(self.reduced, name))
         return part
 
-    def _made(self, name: str, param: nn.Parameter, kept: Tensor | None, part: nn.Parameter | None) -> Known:
+    def _made(
+        self, name: str, param: nn.Parameter, size: tuple[int, ...], kept: Tensor | None, part: nn.Parameter | None
+    ) -> Known:
         if part is not None and param._backward_hooks:
             raise RuntimeError(
                 f"parameter {name!r} has a tensor hook, which sees reduced gradients only: reduce those of each "
                 "micro-batch, without no_sync, or put the hook on with register_post_accumulate_grad_hook"
             )
-        data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape) if kept is None else kept
+        data = torch.zeros((), dtype=param.dtype, device=param.device).expand(size) if kept is None else kept
         whole = nn.Parameter(data, requires_grad=part is not None)
         if part is not None:
             cast(Any, whole).register_post_accumulate_grad_hook(functools.partial(self.arrived, param))

@@ -138,7 +138,7 @@ class TrainStep:
         updates = None
         if given.fuse_optimizer:
             refuse_hooks(given.caller, self.optimizer)
-            updates = Updates(self.optimizer, self.model)
+            updates = Updates(self.optimizer, self.model, self.engine.parallel)
         count = given.microbatches if pipelined is None else pipelined.pipeline.microbatches
         parts = micro_batches(batch, named, count, given.loss_weight is not None)
         if pipelined is not None:
@@ -161,7 +161,7 @@ class TrainStep:
             updates.refuse_late_gradients()
         pipelined = self.engine.pipelined
         elsewhere = set[int]() if pipelined is None else pipelined.counted_elsewhere()
-        found = totals(self.optimizer, loss, weight, self.group, elsewhere, updates)
+        found = totals(self.optimizer, loss, weight, self.group, self.engine.parallel, elsewhere, updates)
         factor = None if scale is None else 1.0 / scale.double()
         mean = found.loss / self.group.replicas
         if self.arguments.loss_weight is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from zerofx import _torch
-from zerofx.agree import agree
+from zerofx.agree_all import agree_all
 from zerofx.config import ConfigError
 from zerofx.engine import Engine
 from zerofx.pipeline import Pipeline
@@ -126,7 +126,7 @@ def agreed_engine(model: nn.Module, arguments: StepArguments) -> Engine:
         problem = error
     everyone = engine.step_group
     group = _torch.process_group(everyone.name) if everyone.world > 1 else None
-    agree(facts, problem, group, caller=arguments.caller)
+    agree_all(dict.fromkeys(("dp", "tp"), facts), problem, group, engine.parallel, caller=arguments.caller)
     return engine
 
 

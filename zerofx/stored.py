@@ -7,54 +7,53 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from zerofx.layout import ParamLayout, chunk_rows, rows_at
+from zerofx.layout import ParamLayout
+from zerofx.placing import cut, cut_gathered, data_dim
 from zerofx.stale import STALE
+from zerofx.tensor_parallel import Storage
 
 
 def distribute(whole: Tensor, like: DTensor) -> DTensor:
     """The part of `whole` that this rank stores of a parameter stored as `like`. Nothing is communicated."""
-    mesh, (placement,) = like.device_mesh, like.placements
-    local = whole.detach()
-    if isinstance(placement, Shard):
-        local = local_rows(local, placement.dim, mesh.size(), mesh.get_local_rank())
-    local = local.to(like.to_local().device).clone(memory_format=torch.contiguous_format)
+    return _stored(cut(whole.detach(), like), like)
+
+
+def _stored(part: Tensor, like: DTensor) -> DTensor:
+    local = part.to(like.to_local().device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=contiguous_stride(whole.shape)
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def stored_as(value: Tensor, like: DTensor) -> DTensor:
-    """A whole tensor, or one stored in another way, as `like` is stored; a collective in the second case."""
+    """A whole tensor, or one stored in another way, as `like` is stored; a collective in the second case.
+
+    One that is sliced over tensor-parallel ranks as `like` is, and whole over the others, is cut without one.
+    """
     if not isinstance(value, DTensor):
         return distribute(value, like)
-    if value.placements == like.placements:
-        return value
-    return value.redistribute(placements=like.placements)
-
-
-def local_rows(whole: Tensor, dim: int, world: int, rank: int) -> Tensor:
-    """A view of the rows of `dim` that `rank` stores."""
-    size = whole.shape[dim]
-    chunk = chunk_rows(size, world)
-    return whole.narrow(dim, min(rank * chunk, size), rows_at(size, world, rank))
+    if value.device_mesh == like.device_mesh:
+        return value if value.placements == like.placements else value.redistribute(placements=like.placements)
+    dim = data_dim(like.device_mesh)
+    if value.placements == (*like.placements[:dim], *like.placements[dim + 1 :]):
+        return _stored(cut_gathered(value.to_local(), like), like)
+    return distribute(value.full_tensor(), like)
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def stored_part(param: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh) -> nn.Parameter:
-    local = param.detach()
-    placement: Shard | Replicate = Replicate()
-    if layout.dim is not None:
-        placement = Shard(layout.dim)
-        local = local_rows(local, layout.dim, mesh.size(), mesh.get_local_rank())
-    local = local.clone(memory_format=torch.contiguous_format)
-    stride = contiguous_stride(param.shape)
-    part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=param.shape, stride=stride)
+def stored_part(param: nn.Parameter, layout: ParamLayout, storage: Storage) -> nn.Parameter:
+    """The part of a parameter of the model, which may be sliced over tensor-parallel ranks already."""
+    mesh, stride = storage.mesh, contiguous_stride(param.shape)
+    placements = storage.placements(Replicate() if layout.dim is None else Shard(layout.dim))
+    given = own_slice(param)
+    whole = DTensor.from_local(given, mesh, placements, run_check=False, shape=param.shape, stride=stride)
+    local = cut_gathered(given, whole).clone(memory_format=torch.contiguous_format)
+    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=stride)
     new = nn.Parameter(part, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     if param._backward_hooks:
@@ -62,8 +61,14 @@ def stored_part(param: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh) -> n
     if hooks := getattr(param, "_post_accumulate_grad_hooks", None):
         new._post_accumulate_grad_hooks = hooks
     if param.grad is not None:
-        new.grad = distribute(param.grad, part)
+        new.grad = stored_as(param.grad, part)
     return new
+
+
+def own_slice(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor of the model before it is compiled."""
+    own = tensor.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
 
 
 def converted(param: nn.Parameter, convert: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
@@ -78,6 +83,8 @@ def converted(param: nn.Parameter, convert: Callable[[Tensor], Tensor], name: st
     if known is not None and known.dtype == value.dtype:
         return cast("nn.Parameter", known)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    new.__dict__.pop("_zerofx_converted", None)
     if param.grad is not None:
         new.grad = convert(param.grad)
     param.__dict__["_zerofx_converted"] = new

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx._torch import never_compile_alone
-from zerofx.gathered import Gathered
+from zerofx.gathered import Gathered, GatheredSlice
 from zerofx.ops import unshard, unshard_apart
 from zerofx.running import RUNNING
 from zerofx.sequence import of_param
 from zerofx.stored import converted, stored_as
+from zerofx.summed import sum_gradient
+from zerofx.tensor_parallel import Sliced
 
 READS = "_zerofx_reads"
 NAMES = "_zerofx_names"
@@ -47,23 +49,41 @@ class Stand(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What `zerofx::unshard` needs beside the shard; plain values, so that compiled code is guarded on them."""
+    """What `zerofx::unshard` needs beside the shard; plain values, so that compiled code is guarded on them.
+
+    A parameter that is `sliced` over tensor-parallel ranks is read as a DTensor over these. In the group `summed`, if
+    any, gradients are added up.
+    """
 
     size: tuple[int, ...]
     dim: int
     rows: int
     group: str
+    sliced: Sliced | None = None
+    summed: str = ""
+
+
+def is_stored(param: Any, how: Read) -> bool:
+    """Whether a module holds the stored part of a parameter, and not a whole one that stands in for it."""
+    return isinstance(param, DTensor) and (how.sliced is None or param.device_mesh.ndim != how.sliced.mesh.ndim)
 
 
 def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
     stand = module.__dict__[STANDS].get(name)
-    if stand is None:
-        return cast("Tensor", unshard(param.to_local(), *how))
-    whole, kept, part = stand
+    size, dim, rows, group, sliced, summed = how
+    whole, kept, part = stand or (None, False, None)
     own = param.to_local() if part is None else part
     if whole is None:
-        return cast("Tensor", unshard(own, *how))
-    return cast("Tensor", unshard_apart(own, whole, *how, kept, part is None))
+        read = unshard(own, size, dim, rows, group)
+    else:
+        read = unshard_apart(own, whole, size, dim, rows, group, kept, part is None)
+    if summed:
+        read = sum_gradient(read, summed)
+    if sliced is None:
+        return cast("Tensor", read)
+    return DTensor.from_local(
+        read, sliced.mesh, (sliced.placement,), run_check=False, shape=sliced.shape, stride=sliced.stride
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -78,7 +98,7 @@ def _read_outside(module: nn.Module, name: str, how: Read) -> Tensor:
     except AttributeError as error:  # nn.Module would answer it with the shard itself
         raise RuntimeError(f"unsharding {name} failed: {error}") from error
     if not RUNNING.eager_reads:
-        return Gathered.of(whole)
+        return GatheredSlice.of(whole) if isinstance(whole, DTensor) else Gathered.of(whole)
     RUNNING.eager_reads[-1][f"{type(module).__name__}.{name}"] = None
     return whole
 
@@ -90,7 +110,7 @@ def _reader(name: str) -> property:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         param = self._parameters[name]
         how = self.__dict__[READS].get(name)
-        if how is None or not isinstance(param, DTensor):
+        if how is None or not is_stored(param, how):
             return param
         if torch.compiler.is_compiling():
             return _read(self, name, param, how)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from zerofx import _torch
 from zerofx.capture import Capture
-from zerofx.check_model import ModelError, find_owners, refuse_model
-from zerofx.config import Config
+from zerofx.check_model import find_owners, refuse_model
+from zerofx.config import Config, ModelError
 from zerofx.layout import Layout, rows_at
 from zerofx.mesh import Mesh
 from zerofx.ops import REPLICATED, unshard

@@ -17,11 +17,12 @@ aten = torch.ops.aten
 def save_unrepeatable(graph: Graph) -> None:
     """Marks in a joint graph what the partition may save but not compute again.
 
-    These are random numbers, but in regions of activation checkpointing, which keep the generator's state; and inputs
-    that the forward overwrites, such as buffers: what reads one in the backward has to find what the forward found.
+    These are random numbers, but in regions of activation checkpointing, which keep the generator's state; inputs that
+    the forward overwrites, such as buffers: what reads one in the backward has to find what the forward found; and
+    collectives of the model's own, in which all ranks would have to decide alike.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and _is_random(node) and "recompute" not in node.meta:
+        if node.op == "call_function" and (_is_random(node) or _is_collective(node)) and "recompute" not in node.meta:
             mark_saved(node)
     for node in _overwritten(graph):
         _read_copy(graph, node)
@@ -30,6 +31,11 @@ def save_unrepeatable(graph: Graph) -> None:
 def _is_random(node: Node) -> bool:
     """Whether it may draw random numbers, as attention does with dropout."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_collective(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
 
 
 def _overwritten(graph: Graph) -> list[Node]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zerofx.config import ConfigError
 
 HYBRID, CONTEXT, EXPERT = "hybrid sharding (HSDP)", "context parallelism", "expert parallelism"
-TENSOR, OFFLOAD = "tensor parallelism", "offload"
+OFFLOAD = "offload"
 STAGES = "stages per module"
 WRAPPING = "wrapping of single modules"
 
@@ -16,7 +16,6 @@ MISSING: Mapping[str, str] = {
     HYBRID: "give zerofx.compile a mesh with one data-parallel dimension, named 'dp'",
     CONTEXT: "split the batch and not the sequence, over a mesh without a context-parallel dimension",
     EXPERT: "keep all experts on every rank, where stage=3 shards them like other parameters",
-    TENSOR: "shard the parameters with stage=3 instead",
     OFFLOAD: "store less on each rank with stage=3, over more ranks if need be",
     STAGES: "give the whole model one stage, and take parameters out with ignored_params",
     WRAPPING: "leave it out, zerofx buckets what it gathers by size (bucket_mb)",
@@ -94,12 +93,11 @@ ARGUMENTS: Mapping[str, str] = {
     "gradient_clipping": "no part of compile: pass clip to zerofx.train_step, or call clip_grad_norm_",
     "fp16": "DeepSpeed's: pass precision='fp16'; zerofx.train_step scales the loss, or torch.amp.GradScaler does",
     "bf16": "DeepSpeed's: pass precision='bf16'",
-    "mpu": "DeepSpeed's: pass mesh=DeviceMesh.from_group(mpu.get_data_parallel_group(), device_type)",
     # torch and others
     "mode": "torch.compile's: set torch._inductor.config instead",
     "options": "torch.compile's: set torch._inductor.config instead",
     "offload": OFFLOAD,
-    "tp_size": TENSOR,
+    "tp_size": "DeepSpeed's: pass mesh=zerofx.Mesh(dp=..., tp=...) and slice layers with parallelize_module",
     "ep_size": EXPERT,
     "cp_size": CONTEXT,
 }

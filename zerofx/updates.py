@@ -8,10 +8,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from zerofx import _torch
 from zerofx.accumulate import add_gradient
+from zerofx.mesh import ModelParallel
+from zerofx.norm import share_of
 from zerofx.optimizers import LOCAL_STEPS
 
 
@@ -23,8 +25,8 @@ class Updates:
     gradient waits in `grad`, and the optimizer's step behind the backward updates the parameter.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, model: nn.Module) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: optim.Optimizer, model: nn.Module, parallel: ModelParallel) -> None:
+        self.optimizer, self.parallel = optimizer, parallel
         trained = {id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
         self.params = {
             name: param
@@ -33,7 +35,7 @@ class Updates:
         }
         self.fused = LOCAL_STEPS.can_tell(optimizer)
         self.reads, self.outside, self.done = Counter[str](), set[str](), set[str]()
-        self.parts, self.copies = list[Tensor](), list[Tensor]()  # the norms of gradients, of parts and of copies
+        self.squared = list[Tensor]()  # norms of the gradients that are gone
         self.over = False
 
     def read(self, names: Iterable[str]) -> None:
@@ -69,9 +71,12 @@ class Updates:
                 torch.autograd.graph.increment_version(cast("DTensor", updated).to_local())
 
     def _add_norms(self, grads: Mapping[Tensor, Tensor]) -> None:
-        norms = _torch.norms(list(grads.values()))
-        for param, norm in zip(grads, norms, strict=True):
-            (self.copies if cast("DTensor", param).placements == (Replicate(),) else self.parts).append(norm.double())
+        for param, norm in zip(grads, _torch.norms(list(grads.values())), strict=True):
+            self.squared.append(norm.double().square() * share_of(param, self.parallel))
+
+    def squares(self, like: Tensor) -> Tensor:
+        """The sum of the squares of the gradients that are gone, as far as they count on this rank."""
+        return torch.stack(self.squared).sum() if self.squared else torch.zeros_like(like)
 
     def refuse_late_gradients(self) -> None:
         """Raises RuntimeError for a parameter that has got another gradient behind its update."""

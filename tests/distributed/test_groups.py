@@ -76,7 +76,7 @@ def test_each_pair_averages_over_its_own_ranks(make: object) -> None:
 
 @on_ranks(4)
 def test_each_pair_starts_from_its_own_first_rank() -> None:
-    mesh, ranks = pairs_of_mesh()
+    mesh, ranks = unnamed_pairs()
     torch.manual_seed(dist.get_rank())
     model = sharded(Net(), mesh=mesh, backend="eager")
     torch.manual_seed(ranks[0])

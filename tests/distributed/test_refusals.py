@@ -145,7 +145,7 @@ REFUSALS = [
     Refusal("order", Net, always(passes=lambda order: order[::-1]), ("PassOrderError", "insert one that does")),
     Refusal("ignored_name", Net, always(ignored_params=["a.weight"]), ("ignored_params", "takes parameters, not str")),
     Refusal("ignored_none", Net, always(ignored_params=None), ("ignored_params", "takes parameters, not NoneType")),
-    Refusal("mesh_type", Net, always(mesh=2), ("takes a DeviceMesh, not int",)),
+    Refusal("mesh_type", Net, always(mesh=2), ("takes a DeviceMesh or a zerofx.Mesh, not int",)),
     Refusal("mesh_axes", Net, lambda rank: {"mesh": mesh("x", "y")}, ("('x', 'y')", "name the data-parallel axis")),
     Refusal("mesh_last", Net, only_last(mesh=2), ("failed on rank 1", "a DeviceMesh"), ("ConfigError", "not int")),
     Refusal("axes_last", Net, only_last_mesh("x", "y"), ("failed on rank 1", "('x', 'y')"), ("ConfigError", "'dp'")),
@@ -184,7 +184,7 @@ REFUSALS = [
     Refusal("complex", with_parameter(lambda: torch.zeros(3, dtype=torch.cfloat)), none, ("'extra' is complex", "two")),
     Refusal("meta", with_parameter(lambda: torch.zeros(3, device="meta")), none, ("'extra' is on the meta", "init_fn")),
     Refusal("lazy", lambda: nn.LazyLinear(7), none, ("'weight' is not initialised yet", "run the lazy module once")),
-    Refusal("dtensor", distributed, none, ("'weight' is a DTensor already", "before it is sharded or parallelised")),
+    Refusal("dtensor", distributed, none, ("'weight' is a DTensor already", "before it is sharded")),
     Refusal("cached", cached, none, ("'a.weight' is also kept in the attribute 'heads'", "read it from its module")),
 ]  # fmt: skip
 
@@ -237,7 +237,7 @@ def test_a_rank_without_a_usable_mesh_waits_only_a_while_for_the_others() -> Non
     try:
         start = time.monotonic()
         if dist.get_rank() == 1:
-            has(message(lambda: sharded(Net(), mesh=2), ConfigError), ["takes a DeviceMesh, not int"])
+            has(message(lambda: sharded(Net(), mesh=2), ConfigError), ["takes a DeviceMesh or a zerofx.Mesh, not int"])
             assert time.monotonic() - start >= 1
             for thread in threading.enumerate():
                 if thread.name == "zerofx refusal":

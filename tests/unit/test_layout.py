@@ -74,6 +74,14 @@ def test_the_first_dim_is_cut_unless_another_pads_much_less(size: tuple[int, ...
     assert choose_dim(size, world) == dim
 
 
+def test_a_dim_that_tensor_parallel_ranks_cut_is_left_alone() -> None:
+    assert choose_dim((8, 6), 2, taken=0) == 1
+    assert choose_dim((8, 6), 2, taken=1) == 0
+    assert choose_dim((8,), 2, taken=0) is None
+    params = [ParamLayout(name, (8, 6), torch.float32, None) for name in ("a", "b", "c")]
+    assert [p.dim for p in choose_layout(params, 2, 3, 0, {"a": 0, "b": None})] == [1, 0, 0]
+
+
 def test_an_eighth_of_padding_is_borne_on_the_first_dim() -> None:
     assert [choose_dim((rows, 64), 8) for rows in (56, 50, 49, 15, 9)] == [0, 0, 1, 0, 1]
 

@@ -129,6 +129,12 @@ def test_groups_are_shown_as_axes_and_read_as_groups_of_that_name() -> None:
     assert node.kwargs == {"group_name": "tp"}
 
 
+def test_groups_beside_the_mesh_keep_the_numbers_that_torch_gives_them() -> None:
+    line = "    y: f32[2, 3] = c10d.all_reduce.default(x, 'sum', '3')\n"
+    text = f"mesh(dp=2)\n\ndef joint(x: f32[2, 3]):\n{line}    return [y]\n"
+    assert show(parse(text)) == text
+
+
 @pytest.mark.parametrize(
     ("name", "call", "level"),
     [

@@ -27,6 +27,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
     _torch._schedules._add_send_recv: ("compute_actions", "stage_to_rank", "num_stages"),
     _torch._schedules._wait_batch_p2p: ("work",),
     _torch._cache_dir: (),
+    _torch.DeviceMesh._get_root_mesh: (),
     _torch._FakeTensorMode: ("shape_env",),
     _torch._ConstantSource: ("source_name",),
     _torch._ShapeEnv.create_symbol: CREATE,

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models import GPT, SEQ
-from zerofx.check_model import ModelError
-from zerofx.config import STAGES, Config
+from zerofx.config import STAGES, Config, ModelError
 from zerofx.kernels import is_collective
 from zerofx.program import Invariant, Level, Program
 from zerofx.text import parse, show
