@@ -64,6 +64,8 @@ class Engine:
         self.pipelined: Pipelined | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
+        if self.pipelined is not None:
+            raise TypeError("a model compiled with pipeline=... cannot be copied or pickled: save its state_dict()")
         return _again, (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.settled)
 
     def attach(self, model: nn.Module) -> None:

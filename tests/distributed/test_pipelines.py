@@ -269,6 +269,9 @@ def test_a_rank_holds_its_stages_and_says_how_the_model_is_called() -> None:
     assert names == ({"down"} if dist.get_rank() == 0 else {"up"})
     has(message(lambda: model(torch.zeros(2, WIDTH)), RuntimeError), ("1 of its 2 stages", "zerofx.train_step"))
     assert "None" not in str(zerofx.pipeline_report(model)) and "UNet" in repr(model)
+    start = {name: torch.full_like(value, 0.25) for name, value in make("unet").state_dict().items()}
+    model.load_state_dict(start, strict=False)
+    assert all(bool((full(value) == 0.25).all()) for value in model.state_dict().values())
     optimizer = sgd(model.parameters())
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, microbatches=3)), ("runs 4 micro-batches",))
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, accumulate="reduce")), ("once a step",))
@@ -296,6 +299,35 @@ def test_random_numbers_of_a_loss_are_those_of_all_ranks() -> None:
     assert all(torch.equal(a, b) for a, b in zip(told[0], told[1][:4], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(told[1][:4], told[1][4:], strict=True))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+@on_ranks(2)
+def test_ranks_of_a_pipeline_that_get_different_batches_all_hear_of_it() -> None:
+    model = compiled()
+    step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
+    told = message(lambda: step(torch.full((8, WIDTH), float(dist.get_rank())), torch.zeros(8, WIDTH)))
+    has(told, ("ranks differ in the batch",))
+
+
+@on_ranks(2)
+def test_losses_are_weighed_by_tokens() -> None:
+    model, plain = compiled(), make("unet")
+    x, y = Rows.batch(8, torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y, reduction="sum")
+
+    def weight(x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, 0] > 0).sum()
+
+    optimizer = sgd(model.parameters())
+    result = zerofx.train_step(model, loss, optimizer, loss_weight=weight)(x, y)
+    expected = loss(plain, x, y) / weight(x, y)
+    expected.backward()
+    sgd(plain.parameters()).step()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    own = {name: full(param) for name, param in model.named_parameters()}
+    assert not compare(own, {name: param for name, param in plain.named_parameters() if name in own}, rtol=1e-5)
 
 
 class Breaks(nn.Module):
