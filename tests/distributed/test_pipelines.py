@@ -249,17 +249,29 @@ def compiled(**options: Any) -> nn.Module:
     return zerofx.compile(make("unet"), **{"persist_below": 0, "backend": "interpreter", **asked, **options})
 
 
+def noted(run: list[str], kind: str, move: Callable[[Any], Any], given: Any) -> Any:
+    run.append(kind)
+    return move(given)
+
+
 @on_ranks(4)
 def test_parameters_are_gathered_and_gradients_reduced_once_a_step() -> None:
     for stage in (1, 2, 3):
         model = compiled(stage=stage)
-        step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
-        for number in range(2):
-            step(*Rows.batch(8, torch.Generator().manual_seed(number)))
-        moves = [part for part in model.__dict__["_zerofx_engine"].captures if part.kind in ("gather", "reduce")]
-        assert [part.kind for part in moves] == ["gather", "reduce"]
-        for part in moves:
-            assert {param.name for param in part.layout} == {name for name, _ in model.named_parameters()}
+        step, engine = zerofx.train_step(model, Rows.loss, sgd(model.parameters())), model.__dict__["_zerofx_engine"]
+        step(*Rows.batch(8, torch.Generator().manual_seed(0)))
+        moves, run = engine.accumulation.moves, list[str]()
+        names = tuple(name for name, _ in model.named_parameters())
+        assert {(kind, tuple(param.name for param in params)) for kind, params in moves} == {
+            ("gather", names),
+            ("reduce", names),
+        }
+        for key in moves:
+            moves[key] = functools.partial(noted, run, key[0], moves[key])
+        step(*Rows.batch(8, torch.Generator().manual_seed(1)))
+        assert run == ["gather", "reduce"]
+        stages = [part for part in engine.captures if part.kind == "train"]
+        assert len(stages) == 1 and "c10d" not in stages[0].steps[-1].text
 
 
 @on_ranks(2)
