@@ -380,5 +380,8 @@ def test_a_graph_break_and_ranks_that_disagree_are_refused_before_training() -> 
     asked = {"pipeline": zerofx.Pipeline(2, "1f1b", 4), "example_inputs": ((torch.zeros(2, WIDTH),), {})}
     told = message(lambda: zerofx.compile(Breaks(), backend="interpreter", **asked), PipelineError)
     has(told, ("torch.compile makes no single graph of its forward",))
-    other = zerofx.Pipeline(2, "1f1b" if dist.get_rank() else "gpipe", 4)
-    has(message(lambda: compiled(pipeline=other), RankMismatchError), ("ranks differ in the pipeline",))
+    for stages, schedule in ((2, "gpipe"), (1, "1f1b")):
+        other = zerofx.Pipeline(stages, schedule, 4) if dist.get_rank() else zerofx.Pipeline(2, "1f1b", 4)
+        has(message(lambda other=other: compiled(pipeline=other), RankMismatchError), ("ranks differ in the pipeline",))
+    given = {"pipeline": None, "example_inputs": None} if dist.get_rank() else {}
+    has(message(lambda: compiled(**given), RankMismatchError), ("ranks differ in",))
