@@ -101,7 +101,7 @@ def _refuse_copies(model: nn.Module, owners: dict[int, Owner]) -> None:
         for attribute, value in module.__dict__.items():
             if attribute in ("_parameters", "_modules", "_buffers", "_flat_weights", "_flat_weight_refs"):
                 continue
-            for tensor in _tensors(value, depth=2):
+            for tensor in tensors_in(value, depth=2):
                 if id(tensor) in owners:
                     where = f"{prefix}.{attribute}" if prefix else attribute
                     raise ModelError(
@@ -110,15 +110,16 @@ def _refuse_copies(model: nn.Module, owners: dict[int, Owner]) -> None:
                     )
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """A tensor, or those in lists, sets and dicts, nested as deep as `depth`."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from _tensors(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
     elif depth and isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
 
 
 def _refuse_mixed_devices(owners: dict[int, Owner]) -> None:

@@ -65,6 +65,8 @@ class Engine:
         self.pipelined: Pipelined | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
+        if self.pipelined is not None:
+            raise TypeError("a model compiled with pipeline=... cannot be copied or pickled: save its state_dict()")
         own = (self.config, self.passes, self.mesh, self.layout, self.rank, self.ignored, self.parallel)
         return _again, (*own, self.settled)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zerofx.agree import agree
 from zerofx.groups import default_group, refuse_other_devices
 from zerofx.parallel import Mesh
 from zerofx.pipeline import Pipeline, PipelineError
@@ -36,12 +37,14 @@ ALONE = Arrangement(0, 0, None, None, None)
 def arrange_pipeline(mesh: Any, device: torch.device, pipeline: Pipeline) -> Arrangement:
     """The ranks of a mesh with the dimensions `pp` and `dp`, by default all of them, those of one stage side by side.
 
-    Raises PipelineError where the pipeline does not fit.
+    Raises PipelineError where the pipeline does not fit, and RankMismatchError where ranks ask for different ones.
     """
     ranks = pipeline.ranks
     mesh = mesh.device_mesh if isinstance(mesh, Mesh) else mesh
+    if default_group(device):  # meshes of different shapes would wait for one another
+        agree({"the pipeline": repr(pipeline)}, None, dist.group.WORLD)
     if mesh is None:
-        if not default_group(device):
+        if not dist.is_initialized():
             if ranks > 1:
                 raise PipelineError(
                     f"the pipeline has {ranks} ranks and there is no process group: start so many processes by torchrun"

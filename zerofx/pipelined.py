@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zerofx import records
+from zerofx.agree import agree
 from zerofx.batches import MicroBatch
 from zerofx.boundary import Group
 from zerofx.pipeline import SPLITS_BACKWARD, PipelineError
@@ -69,9 +70,7 @@ class Pipelined:
         self.seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.answer: list[Any] | None = None
         self.open, self.steps = False, 0
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a model compiled with pipeline=... cannot be copied or pickled: save its state_dict()")
+        self.compared = set[bool]()  # whether the ranks of a pipeline were seen to train, and to evaluate, on one batch
 
     # The model's calls.
 
@@ -157,7 +156,11 @@ class Pipelined:
         modes = tuple(module.training for module in self.model.modules())
         for place, part in enumerate(parts):
             args, kwargs = self._arguments(compute_loss, place, part)
-            step.calls.append(_Call(tree_leaves((args, kwargs)), self.plan.variant(args, kwargs, modes)))
+            leaves = tree_leaves((args, kwargs))
+            if place == 0 and torch.is_grad_enabled() not in self.compared:
+                self.compared.add(torch.is_grad_enabled())
+                agree({"the batch": repr(list(map(_told, leaves)))}, None, self.where.pipe, caller="a step")
+            step.calls.append(_Call(leaves, self.plan.variant(args, kwargs, modes)))
         buffers = dict(self.model.named_buffers())
         for stage in self.stages:
             step.runs[stage] = StageRun(wholes, buffers)
@@ -274,6 +277,11 @@ class Pipelined:
     @torch.no_grad()
     def _collect(self, step: _Step) -> None:
         """Reduces the gradients over the replicas, and then those of tied weights over the ranks that hold them."""
+        if any(param.grad is not None for param in self.model.parameters()):
+            raise RuntimeError(
+                "loss_fn reads parameters of the model beside its call, of which a rank has those of its stages only: "
+                "let the model's forward return what the loss needs, or leave weight decay to the optimizer"
+            )
         wholes = step.runs[self.stages[0]].wholes
         grads = {name: whole.grad for name, whole in wholes.items() if whole.grad is not None}
         step.runs.clear()
@@ -294,6 +302,11 @@ class Pipelined:
                 "parameters were added, removed, frozen or thawed after zerofx.compile, which the stages of a pipeline "
                 "do not follow: change the model before zerofx.compile"
             )
+
+
+def _told(leaf: Any) -> Any:
+    """What ranks compare of a batch, once."""
+    return (tuple(leaf.shape), leaf.dtype, leaf.double().sum().item()) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _local(tensor: Tensor) -> Tensor:

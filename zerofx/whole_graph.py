@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from zerofx import _torch
+from zerofx.check_model import tensors_in
 from zerofx.pipeline import PipelineError
 
 Kind = str
@@ -84,13 +85,10 @@ class WithoutData:
         found = dict[str, Any]()
 
         def backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-            found["gm"], found["given"] = gm, list(given)
-
-            def run(*inputs: Any) -> Any:
-                found["values"] = gm.forward(*inputs)
-                return found["values"]
-
-            return run
+            (end,) = gm.graph.find_nodes(op="output")
+            values = [node.meta["example_value"] if isinstance(node, Node) else node for node in end.args[0]]
+            found.update(gm=gm, given=list(given), values=values)
+            return lambda *inputs: values
 
         model = self.model
 
@@ -119,13 +117,15 @@ class WithoutData:
     ) -> WholeGraph:
         batch = {id(leaf): Input("batch", place=place) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         inputs = dict[Node, Input]()
+        kept = {id(t) for m in self.model.modules() for held in m.__dict__.values() for t in tensors_in(held, depth=2)}
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
             known = self.names.get(id(value)) or batch.get(id(value))
             inputs[node] = known or Input("constant", value=value)
-            if known is None and not isinstance(value, Tensor):
+            if known is None and id(value) not in kept:
                 raise PipelineError(
-                    f"the model cannot be cut into stages: its graph has an input {node.name!r} of type "
-                    f"{type(value).__name__}, which is no tensor of the model or the batch"
+                    f"the model cannot be cut into stages: its forward reads {node.name!r}, a {type(value).__name__} "
+                    "that is none of the model's parameters, buffers and attributes, nor a tensor in the arguments or "
+                    "in tuples, lists and dicts among them: hand it over as one of these"
                 )
         (end,) = gm.graph.find_nodes(op="output")
         places = {id(value): place for place, value in enumerate(values)}

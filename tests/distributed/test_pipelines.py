@@ -249,17 +249,29 @@ def compiled(**options: Any) -> nn.Module:
     return zerofx.compile(make("unet"), **{"persist_below": 0, "backend": "interpreter", **asked, **options})
 
 
+def noted(run: list[str], kind: str, move: Callable[[Any], Any], given: Any) -> Any:
+    run.append(kind)
+    return move(given)
+
+
 @on_ranks(4)
 def test_parameters_are_gathered_and_gradients_reduced_once_a_step() -> None:
     for stage in (1, 2, 3):
         model = compiled(stage=stage)
-        step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
-        for number in range(2):
-            step(*Rows.batch(8, torch.Generator().manual_seed(number)))
-        moves = [part for part in model.__dict__["_zerofx_engine"].captures if part.kind in ("gather", "reduce")]
-        assert [part.kind for part in moves] == ["gather", "reduce"]
-        for part in moves:
-            assert {param.name for param in part.layout} == {name for name, _ in model.named_parameters()}
+        step, engine = zerofx.train_step(model, Rows.loss, sgd(model.parameters())), model.__dict__["_zerofx_engine"]
+        step(*Rows.batch(8, torch.Generator().manual_seed(0)))
+        moves, run = engine.accumulation.moves, list[str]()
+        names = tuple(name for name, _ in model.named_parameters())
+        assert {(kind, tuple(param.name for param in params)) for kind, params in moves} == {
+            ("gather", names),
+            ("reduce", names),
+        }
+        for key in moves:
+            moves[key] = functools.partial(noted, run, key[0], moves[key])
+        step(*Rows.batch(8, torch.Generator().manual_seed(1)))
+        assert run == ["gather", "reduce"]
+        stages = [part for part in engine.captures if part.kind == "train"]
+        assert len(stages) == 1 and "c10d" not in stages[0].steps[-1].text
 
 
 @on_ranks(2)
@@ -269,6 +281,9 @@ def test_a_rank_holds_its_stages_and_says_how_the_model_is_called() -> None:
     assert names == ({"down"} if dist.get_rank() == 0 else {"up"})
     has(message(lambda: model(torch.zeros(2, WIDTH)), RuntimeError), ("1 of its 2 stages", "zerofx.train_step"))
     assert "None" not in str(zerofx.pipeline_report(model)) and "UNet" in repr(model)
+    start = {name: torch.full_like(value, 0.25) for name, value in make("unet").state_dict().items()}
+    model.load_state_dict(start, strict=False)
+    assert all(bool((full(value) == 0.25).all()) for value in model.state_dict().values())
     optimizer = sgd(model.parameters())
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, microbatches=3)), ("runs 4 micro-batches",))
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, accumulate="reduce")), ("once a step",))
@@ -296,6 +311,35 @@ def test_random_numbers_of_a_loss_are_those_of_all_ranks() -> None:
     assert all(torch.equal(a, b) for a, b in zip(told[0], told[1][:4], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(told[1][:4], told[1][4:], strict=True))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+@on_ranks(2)
+def test_ranks_of_a_pipeline_that_get_different_batches_all_hear_of_it() -> None:
+    model = compiled()
+    step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
+    told = message(lambda: step(torch.full((8, WIDTH), float(dist.get_rank())), torch.zeros(8, WIDTH)))
+    has(told, ("ranks differ in the batch",))
+
+
+@on_ranks(2)
+def test_losses_are_weighed_by_tokens() -> None:
+    model, plain = compiled(), make("unet")
+    x, y = Rows.batch(8, torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y, reduction="sum")
+
+    def weight(x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, 0] > 0).sum()
+
+    optimizer = sgd(model.parameters())
+    result = zerofx.train_step(model, loss, optimizer, loss_weight=weight)(x, y)
+    expected = loss(plain, x, y) / weight(x, y)
+    expected.backward()
+    sgd(plain.parameters()).step()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    own = {name: full(param) for name, param in model.named_parameters()}
+    assert not compare(own, {name: param for name, param in plain.named_parameters() if name in own}, rtol=1e-5)
 
 
 class Breaks(nn.Module):
@@ -336,5 +380,8 @@ def test_a_graph_break_and_ranks_that_disagree_are_refused_before_training() -> 
     asked = {"pipeline": zerofx.Pipeline(2, "1f1b", 4), "example_inputs": ((torch.zeros(2, WIDTH),), {})}
     told = message(lambda: zerofx.compile(Breaks(), backend="interpreter", **asked), PipelineError)
     has(told, ("torch.compile makes no single graph of its forward",))
-    other = zerofx.Pipeline(2, "1f1b" if dist.get_rank() else "gpipe", 4)
-    has(message(lambda: compiled(pipeline=other), RankMismatchError), ("ranks differ in the pipeline",))
+    for stages, schedule in ((2, "gpipe"), (1, "1f1b")):
+        other = zerofx.Pipeline(stages, schedule, 4) if dist.get_rank() else zerofx.Pipeline(2, "1f1b", 4)
+        has(message(lambda other=other: compiled(pipeline=other), RankMismatchError), ("ranks differ in the pipeline",))
+    given = {"pipeline": None, "example_inputs": None} if dist.get_rank() else {}
+    has(message(lambda: compiled(**given), RankMismatchError), ("ranks differ in",))

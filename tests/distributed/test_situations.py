@@ -29,9 +29,6 @@ WAITING = {
     "a loss scale that has fallen after overflows rises again": "loss scaling",
     "a checkpoint has frozen weights and buffers, and loads into another start": "checkpoints",
     "training goes on from a checkpoint as if it had not stopped": "checkpoints",
-    "a pipeline accumulates gradients with the scale of one batch": "pipelines",
-    "a weight tied across pipeline stages stays one weight": "pipelines",
-    "a tensor made in one pipeline stage is used two stages later": "pipelines",
 }
 """Situations that need what zerofx does not have yet, and what that is."""
 

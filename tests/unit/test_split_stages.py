@@ -183,6 +183,26 @@ class Breaks(nn.Module):
         return x + 1 if x.sum().item() > 0 else x
 
 
+class Masked(nn.Module):
+    """Reads a tensor that it keeps as a plain attribute, and takes its input in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(4, 4), torch.tensor([0.0, 1.0, 0.0, 1.0])
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch["x"] if isinstance(batch, dict) else batch.x) * self.mask
+
+
+def test_a_plain_attribute_is_read_as_it_was_and_a_tensor_hidden_from_the_batch_is_refused() -> None:
+    model, x = Masked(), torch.ones(2, 4)
+    line = line_of(model, {"x": x})
+    made = run_stages(model, line.whole, stages_of(line, SplitStages(2, 1)(line)), {"x": 2 * x})
+    assert torch.equal(made, model({"x": 2 * x}))
+    with pytest.raises(PipelineError, match="hand it over as one of these"):
+        line_of(model, SimpleNamespace(x=x))
+
+
 @pytest.mark.parametrize(
     ("model", "pipeline", "told"),
     [
