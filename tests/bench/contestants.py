@@ -178,8 +178,7 @@ CONTESTANTS = (
     Contestant("zerofx-2", partial(zerofx_stage, stage=2), GATHERED_ONCE),
     Contestant("zerofx-3", partial(zerofx_stage, stage=3), GATHERED_TWICE),
     Contestant("zerofx-3-fused", partial(zerofx_stage, stage=3, fused=True), GATHERED_TWICE),
-    Contestant("zerofx-3-fused-r30", partial(zerofx_stage, stage=3, fused=True, recompute=0.3), GATHERED_TWICE),
-    Contestant("zerofx-3-fused-r50", partial(zerofx_stage, stage=3, fused=True, recompute=0.5), GATHERED_TWICE),
+    Contestant("zerofx-3-fused-recompute", partial(zerofx_stage, stage=3, fused=True, recompute=0.3), GATHERED_TWICE),
 )
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
