@@ -21,8 +21,8 @@ from tests.distributed.ranks import Net, has, message, on_ranks, sharded
 from tests.pool import Pool
 from zerofx import agree
 from zerofx.agree import RankMismatchError
-from zerofx.api import _versions
 from zerofx.config import ConfigError
+from zerofx.facts import _versions
 
 Build = Callable[[], nn.Module]
 Arguments = Callable[[int], dict[str, Any]]
@@ -223,7 +223,7 @@ def test_every_rank_is_told_what_to_do(pool: Callable[[int], Pool], refusal: Ref
 def test_every_rank_is_told_of_another_version(what: str) -> None:
     own, model = _versions(), Net()
     other = own | ({what: "0.1"} if dist.get_rank() == 1 else {})
-    with mock.patch("zerofx.api._versions", return_value=other), pytest.raises(RankMismatchError) as caught:
+    with mock.patch("zerofx.facts._versions", return_value=other), pytest.raises(RankMismatchError) as caught:
         sharded(model, backend="eager")
     has(str(caught.value), (f"ranks differ in {what}: rank 0 of the group has {own[what]!r}, rank 1 has '0.1'",))
 
