@@ -241,7 +241,7 @@ def test_a_rank_without_a_usable_mesh_waits_only_a_while_for_the_others() -> Non
                     thread.join()
         else:
             time.sleep(3)
-            has(message(lambda: sharded(Net())), ["failed on rank 1", "takes a DeviceMesh, not int"])
+            has(message(lambda: sharded(Net())), ["failed on rank 1", "takes a DeviceMesh", "not int"])
     finally:
         agree.TELL_SECONDS = 30.0
 
