@@ -34,7 +34,7 @@ from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.pipelined import Pipelined
 from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
-from zerofx.swap import READS
+from zerofx.swap import READS, stand_ins
 from zerofx.sync import give_methods
 from zerofx.updates import Updates
 from zerofx.watch import follow
@@ -239,7 +239,8 @@ class Engine:
         model = self.model()
         assert model is not None
         stored = (nn.Parameter,) if self.mesh.world == 1 else (DTensor,)
-        now = {name: param for name, param in model.named_parameters() if isinstance(param, stored)}
+        whole = stand_ins(model)
+        now = {n: p for n, p in model.named_parameters() if isinstance(p, stored) and id(p) not in whole}
         layout = tuple(
             replace(param, dtype=now[param.name].dtype, requires_grad=now[param.name].requires_grad)
             for param in self.layout

@@ -68,9 +68,10 @@ def _model(told: Sequence[Said], rank: int) -> tuple[int, ...]:
 
 
 def _off_the_grid(told: Sequence[Said], rank: int) -> str | None:
+    """Why the groups of a rank are not its row and column of a grid, if they are not."""
     mine = told[rank]
     model = mine[MODEL]
-    parts = [kind for kind in (TENSOR, PIPELINE) if kind in mine]
+    parts = [kind for kind in (TENSOR, PIPELINE) if kind in mine and (TENSOR in mine or len(mine[kind]) > 1)]
     for of, across in ((MODEL, DATA), (DATA, MODEL)):
         for other in mine[of]:
             ours, theirs = mine[across], told[other][across]

@@ -111,10 +111,10 @@ class Mesh:
         everyone = agree_in_world({"how ranks are arranged": "an mpu"}, problem, told, caller)
         found = disagreement(everyone)
         agree_in_world({}, ConfigError(found) if found else None, None, caller)  # each rank raises it itself
-        tensor = TENSOR if TENSOR in kinds else MODEL
-        self._groups = {"dp": kinds[DATA].group, "tp": kinds[tensor].group}
-        if PIPELINE in kinds:
-            self._groups = {"pp": kinds[PIPELINE].group} | self._groups
+        axes = {"pp": PIPELINE, "dp": DATA, "tp": TENSOR}
+        if TENSOR not in kinds and (PIPELINE not in kinds or len(kinds[PIPELINE].ranks) == 1):
+            axes["tp"] = MODEL  # whose ranks all slice the same layers
+        self._groups = {axis: kinds[of].group for axis, of in axes.items() if of in kinds}
         self.data = DeviceMesh.from_group(kinds[DATA].group, kind, mesh_dim_names=("dp",))
 
 

@@ -68,6 +68,16 @@ def is_stored(param: Any, how: Read) -> bool:
     return isinstance(param, DTensor) and (how.sliced is None or param.device_mesh.ndim != how.sliced.mesh.ndim)
 
 
+def stand_ins(model: nn.Module) -> set[int]:
+    """The ids of DTensors over tensor-parallel ranks that stand in for stored parts, as inside of full_params."""
+    return {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        for name, how in module.__dict__.get(READS, {}).items()
+        if how.sliced is not None and not is_stored(module._parameters.get(name), how)
+    }
+
+
 def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
     stand = module.__dict__[STANDS].get(name)
     size, dim, rows, group, sliced, summed = how

@@ -59,22 +59,13 @@ def is_sequence_parallel(param: Tensor) -> bool:
 
 
 def mesh_of_parameters(model: nn.Module) -> DeviceMesh | None:
-    """The mesh with a dimension `dp` of which the mesh of DTensor parameters is a part; None without such parameters.
-
-    Raises ModelError where there is no such mesh.
-    """
-    for name, param in model.named_parameters() if isinstance(model, nn.Module) else ():
-        if not isinstance(param, DTensor):
-            continue
-        root = root_mesh(param.device_mesh)
-        if root is not param.device_mesh and "dp" in (root.mesh_dim_names or ()):
-            return root
-        raise ModelError(
-            f"parameter {name!r} is a DTensor already, over a mesh of the dimensions {root.mesh_dim_names}: pass the "
-            "model before it is sharded; where it is parallelised over tensor-parallel ranks, pass mesh=, a DeviceMesh "
-            "with a dimension 'dp' beside that of these ranks"
-        )
-    return None
+    """The mesh with a dimension `dp` of which the mesh of DTensor parameters is a part, if there is one."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    first = next((param for param in params if isinstance(param, DTensor)), None)
+    if first is None:
+        return None
+    root = root_mesh(first.device_mesh)
+    return root if root is not first.device_mesh and "dp" in (root.mesh_dim_names or ()) else None
 
 
 class Slices:

@@ -236,7 +236,7 @@ CASES = [
     {"make": sgd, "microbatches": 2, "accumulate": "reduce"},
 ]
 BUILDS = (of_mpu, of_mpu_sequence, of_dtensors, of_dtensors_sequence, of_dtensors_inferred)
-QUICK = {(of_mpu, 0), (of_mpu, 3), (of_mpu_sequence, 2), (of_dtensors, 1), (of_dtensors, 3), (of_dtensors_sequence, 3)}
+QUICK = {(of_mpu, 0), (of_mpu_sequence, 2), (of_dtensors, 1), (of_dtensors_sequence, 3)}
 
 
 @pytest.mark.parametrize(

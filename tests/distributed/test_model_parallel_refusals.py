@@ -153,7 +153,7 @@ REFUSALS = [
     Refusal(sizes, ("zerofx.Mesh(dp=3, tp=2) is not possible with 4 ranks",)),
     Refusal(sizes_of_one, ("ranks differ in the sizes of the mesh",)),
     Refusal(axes, ("none is named 'dp'", "init_device_mesh('cpu', (1, 4), mesh_dim_names=('dp', ...))")),
-    Refusal(without_parent, ("parameter 'up.weight' is a DTensor already", "pass mesh=, a DeviceMesh")),
+    Refusal(without_parent, ("parameter 'up.weight' is a DTensor already", "pass mesh=, the DeviceMesh of both")),
     Refusal(along_dp, ("parameter 'up.weight' is a DTensor already", "no axis beside 'dp'")),
     Refusal(dtensors_with_mpu, ("parameter 'up.weight' is a DTensor already", "pass mesh=")),
 ]  # fmt: skip

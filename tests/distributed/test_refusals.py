@@ -22,8 +22,8 @@ from tests.distributed.ranks import Net, has, message, on_ranks, sharded
 from tests.pool import Pool
 from zerofx import agree
 from zerofx.agree import RankMismatchError
-from zerofx.api import _versions
 from zerofx.config import ConfigError
+from zerofx.facts import _versions
 from zerofx.passes.delay_waits import DelayWaits
 from zerofx.program import Program
 
@@ -226,7 +226,7 @@ def test_every_rank_is_told_what_to_do(pool: Callable[[int], Pool], refusal: Ref
 def test_every_rank_is_told_of_another_version(what: str) -> None:
     own, model = _versions(), Net()
     other = own | ({what: "0.1"} if dist.get_rank() == 1 else {})
-    with mock.patch("zerofx.api._versions", return_value=other), pytest.raises(RankMismatchError) as caught:
+    with mock.patch("zerofx.facts._versions", return_value=other), pytest.raises(RankMismatchError) as caught:
         sharded(model, backend="eager")
     has(str(caught.value), (f"ranks differ in {what}: rank 0 of the group has {own[what]!r}, rank 1 has '0.1'",))
 
@@ -244,7 +244,7 @@ def test_a_rank_without_a_usable_mesh_waits_only_a_while_for_the_others() -> Non
                     thread.join()
         else:
             time.sleep(3)
-            has(message(lambda: sharded(Net())), ["failed on rank 1", "takes a DeviceMesh, not int"])
+            has(message(lambda: sharded(Net())), ["failed on rank 1", "takes a DeviceMesh", "not int"])
     finally:
         agree.TELL_SECONDS = 30.0
 

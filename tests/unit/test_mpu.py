@@ -33,7 +33,17 @@ def without(kind: str) -> Groups:
     return {each: groups for each, groups in CUBE.items() if each != kind}
 
 
-@pytest.mark.parametrize("groups", [GRID, CUBE, without(MODEL), {DATA: [(0,), (1,)], MODEL: [(0, 1)]}])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        GRID,
+        CUBE,
+        without(MODEL),
+        {DATA: [(0,), (1,)], MODEL: [(0, 1)]},
+        GRID | {PIPELINE: GRID[MODEL]},
+        GRID | {PIPELINE: [(0,), (1,), (2,), (3,)]},
+    ],
+)
 def test_a_grid_is_right(groups: Groups) -> None:
     assert disagreement(told(groups)) is None
 
