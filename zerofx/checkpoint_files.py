@@ -169,7 +169,7 @@ def as_bytes(state: Any) -> bytes:
         torch.save(state, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        reason = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).partition(" was not an allowed")[0]
         raise CheckpointError(
             f"what is to be saved cannot be loaded without running code ({reason.splitlines()[0]}): "
             "give numbers, strings, tensors, and lists, tuples and dicts of them"

@@ -18,15 +18,22 @@ def together(
     note: Any = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """All ranks' notes. Raises CheckpointError on every rank if one has a problem, or if ranks differ in the facts."""
-    told = None if problem is None else CheckpointError(sentence(problem))
+    """All ranks' notes. Raises CheckpointError on every rank if one has a problem, or if ranks differ in the facts.
+
+    It is the same on all: where several ranks have a problem, that of the first one.
+    """
+    texts = [None if problem is None else sentence(problem)]
+    if group is not None and group.size() > 1:
+        texts *= group.size()
+        dist.all_gather_object(texts, texts[0], group=group)
+    for rank, text in enumerate(texts):
+        if text is not None:
+            where = f" on rank {rank} of the group" if len(texts) > 1 else ""
+            raise CheckpointError(f"{caller} failed{where}: {text}") from problem
     try:
-        return agree(facts or {}, told, group, note, caller)
+        return agree(facts or {}, None, group, note, caller)
     except RankMismatchError as error:
         raise CheckpointError(str(error)) from None
-    except CheckpointError:
-        where = "" if group is None or group.size() == 1 else f" on rank {group.rank()} of the group"
-        raise CheckpointError(f"{caller} failed{where}: {told}") from problem
 
 
 def sentence(problem: BaseException) -> str:
