@@ -2,6 +2,9 @@
 
 python examples/train.py                                                  one process
 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py     two ranks, CPUs or GPUs
+
+With --checkpoints FOLDER it saves as it goes and takes itself up from the newest checkpoint there, also where torchrun
+starts it again (--max-restarts 3), on as many ranks as there are.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -165,21 +169,39 @@ def loss_of(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train(model: nn.Module, text: Text, arguments: argparse.Namespace, console: Console) -> None:
+def optimizer_of(
+    model: nn.Module, steps: int, lr: float
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, and its rate: up over a twentieth of the steps, then down to a tenth."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95))
-    warm = max(1, arguments.steps // 20)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    warm = max(1, steps // 20)
     rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warm)
-    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, arguments.steps - warm), 0.1 * arguments.lr)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm), 0.1 * lr)
+    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
+
+
+def train(model: nn.Module, text: Text, arguments: argparse.Namespace, console: Console) -> None:
+    optimizer, schedule = optimizer_of(model, arguments.steps, arguments.lr)
     meter = Meter(console, text.device, arguments.steps, arguments.batch * text.context)
     train_step = zerofx.train_step(model, loss_of, optimizer, clip=CLIP, scheduler=schedule)
+    folder: Path | None = arguments.checkpoints
+    start = 0
+    if folder is not None and (newest := zerofx.latest(folder)):
+        saved = zerofx.load(newest, model, optimizer, scheduler=schedule, loss_scale=train_step)
+        text.generator.set_state(saved.extra["data"])
+        start = meter.step = saved.step or 0
+        console.print(f"Taken up at step {start}, from {newest}.")
     losses: list[torch.Tensor] = []
     with meter.bar:
-        for step in range(1, arguments.steps + 1):
+        for step in range(start + 1, arguments.steps + 1):
             losses.append(train_step(*text.batch()).loss)
+            if folder is not None and (step % arguments.every == 0 or step == arguments.steps):
+                state = {"step": step, "extra": {"data": text.generator.get_state()}}
+                of_step = {"scheduler": schedule, "loss_scale": train_step, "overwrite": True, "keep": 2}
+                zerofx.save(folder / f"step-{step}", model, optimizer, **state, **of_step)
             if step % 10 in (0, 1) or step == arguments.steps:
                 meter.update(step, torch.stack(losses).mean().item())
                 losses.clear()
@@ -214,7 +236,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="inductor", choices=("inductor", "interpreter", "eager"))
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save to and to be taken up from")
+    parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
     arguments = parser.parse_args()
+    if arguments.every < 1:
+        parser.error(f"--every {arguments.every} is no number of steps: pass at least 1")
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps} trains nothing: pass at least 1")
     if arguments.batch < 1 or arguments.batch % WORLD:

@@ -2,30 +2,41 @@
 
 from zerofx.agree import RankMismatchError
 from zerofx.api import compile
+from zerofx.background import Saving
 from zerofx.clip import clip_grad_norm_
 from zerofx.decide import MemoryLimitError
 from zerofx.evaluate import eval_step
 from zerofx.full_params import full_params
 from zerofx.inspection import inspect
+from zerofx.loading import Loaded, load
+from zerofx.manifest import CheckpointError
 from zerofx.parallel import Mesh
 from zerofx.pipeline import Pipeline, PipelineError
+from zerofx.publish import latest
+from zerofx.saving import save
 from zerofx.scaling import DynamicLossScale, LossScaleError
 from zerofx.stage_report import pipeline_report
 from zerofx.step import train_step
 
 __all__ = [
+    "CheckpointError",
     "DynamicLossScale",
+    "Loaded",
     "LossScaleError",
     "MemoryLimitError",
     "Mesh",
     "Pipeline",
     "PipelineError",
     "RankMismatchError",
+    "Saving",
     "clip_grad_norm_",
     "compile",
     "eval_step",
     "full_params",
     "inspect",
+    "latest",
+    "load",
     "pipeline_report",
+    "save",
     "train_step",
 ]

@@ -1,17 +1,21 @@
-"""The command line: `python -m zerofx passes` prints the table of passes, `tune` measures the process group."""
+"""The command line of zerofx: `python -m zerofx --help`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
+from pathlib import Path
 
 import torch.distributed as dist
 
 from zerofx.config import STAGES, Config
+from zerofx.doctor import doctor
 from zerofx.manager import Pass
+from zerofx.manifest import CheckpointError
 from zerofx.recipe import recipe
 from zerofx.tune import tune
+from zerofx.weights import export_weights, import_weights
 
 BACKENDS = ("nccl", "gloo")
 
@@ -41,11 +45,32 @@ def pass_table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m zerofx", description=__doc__)
-    parser.add_argument("command", choices=["passes", "tune"])
-    command = parser.parse_args().command
+    parser = argparse.ArgumentParser(prog="python -m zerofx")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("passes", help="print the table of passes")
+    commands.add_parser("tune", help="measure the process group, on every rank of it")
+    commands.add_parser("doctor", help="print versions and backends, and try an all-reduce")
+    out = commands.add_parser("export", help="write a checkpoint's weights as safetensors or as a plain state dict")
+    out.add_argument("checkpoint", type=Path)
+    out.add_argument("out", type=Path, help="a folder for safetensors; a name in .pt, .pth or .bin for a state dict")
+    into = commands.add_parser("import", help="make a checkpoint of safetensors or of a plain state dict")
+    into.add_argument("source", type=Path, help="a file, or a folder of Hugging Face's")
+    into.add_argument("checkpoint", type=Path)
+    arguments = parser.parse_args()
+    command = arguments.command
+    try:
+        if command == "export":
+            print("\n".join(map(str, export_weights(arguments.checkpoint, arguments.out))))
+        elif command == "import":
+            print(f"{import_weights(arguments.source, arguments.checkpoint)} tensors in {arguments.checkpoint}")
+    except CheckpointError as error:
+        parser.exit(1, f"{error}\n")
+    if command in ("export", "import"):
+        return
     if command == "passes":
         print(pass_table())
+    elif command == "doctor":
+        parser.exit(doctor())
     elif "RANK" not in os.environ:
         parser.error("tune runs on every rank: python -m torch.distributed.run --nproc-per-node 2 -m zerofx tune")
     else:

@@ -1,0 +1,106 @@
+"""Weights go from checkpoints to safetensors and plain state dicts, and from these into models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from tests.pool import ROOT
+from zerofx.weights import export_weights, import_weights, weights_of
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, and a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm = nn.BatchNorm1d(5)
+
+
+def equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize(("out", "files"), [("weights", 1), ("weights", 3), ("weights.pt", 1)])
+def test_weights_go_out_and_in_again(tmp_path: Path, out: str, files: int) -> None:
+    model, other = Tied(0), Tied(1)
+    zerofx.save(tmp_path / "a", model)
+    written = export_weights(tmp_path / "a", tmp_path / out, file_bytes=2**20 if files == 1 else 150)
+    assert len(written) == (files if files == 1 else files + 1)
+    equal(dict(weights_of(tmp_path / out)), model.state_dict())
+    assert import_weights(tmp_path / out, tmp_path / "b") == len(model.state_dict())
+    zerofx.load(tmp_path / "b", other)
+    equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("left_out", ["head.weight", "tokens.weight"])
+def test_a_tied_parameter_is_found_under_one_of_its_names(tmp_path: Path, left_out: str) -> None:
+    model, other = Tied(0), Tied(1)
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != left_out}
+    safetensors_torch.save_file(state, tmp_path / "a.safetensors")
+    import_weights(tmp_path / "a.safetensors", tmp_path / "a")
+    zerofx.load(tmp_path / "a", other)
+    equal(other.state_dict(), model.state_dict())
+
+
+def test_a_sharded_model_of_hugging_face_is_read_by_its_index(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=8)
+    model, other = (transformers.GPT2LMHeadModel(config) for _ in range(2))
+    model.save_pretrained(tmp_path / "hf", max_shard_size="10KB")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    import_weights(tmp_path / "hf", tmp_path / "a")
+    zerofx.load(tmp_path / "a", other)
+    equal(other.state_dict(), model.state_dict())
+
+
+def test_what_is_no_weights_is_one_sentence(tmp_path: Path) -> None:
+    zerofx.save(tmp_path / "a", Tied(0))
+    torch.save({"model": Tied(0).state_dict()}, tmp_path / "nested.pt")
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    (tmp_path / "empty").mkdir()
+    for source, words in [
+        ("nested.pt", "is not a state dict of tensors"),
+        ("broken.safetensors", "broken.safetensors cannot be read"),
+        ("empty", "has no weights"),
+    ]:
+        with pytest.raises(zerofx.CheckpointError, match=words):
+            import_weights(tmp_path / source, tmp_path / "b")
+    with pytest.raises(zerofx.CheckpointError, match="exists already"):
+        export_weights(tmp_path / "a", tmp_path / "empty")
+    with (
+        mock.patch.dict(sys.modules, {"safetensors": None}),
+        pytest.raises(zerofx.CheckpointError, match="pip install"),
+    ):
+        export_weights(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_command_line_exports_imports_and_tells_what_is_wrong(tmp_path: Path) -> None:
+    zerofx.save(tmp_path / "a", Tied(0))
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        places = [str(tmp_path / word) for word in words[1:]]
+        return subprocess.run(
+            [sys.executable, "-m", "zerofx", words[0], *places], cwd=ROOT, capture_output=True, text=True
+        )
+
+    assert run("export", "a", "w.pt").stdout.split() == [str(tmp_path / "w.pt")]
+    wrong = run("import", "nowhere", "b")
+    assert wrong.returncode == 1 and "nowhere has no weights" in wrong.stderr and "Traceback" not in wrong.stderr
+    well = run("doctor")
+    assert well.returncode == 0 and "all-reduce over 2 rank(s) on gloo: sums are right" in well.stdout
+    assert f"torch {torch.__version__.partition('+')[0]}" in well.stdout

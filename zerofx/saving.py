@@ -1,0 +1,280 @@
+"""`zerofx.save`: a checkpoint of a model's training, in parts and whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerofx import background, publish, saved_names
+from zerofx.background import Saving
+from zerofx.checkpoint_files import Writer, as_bytes, write_plain
+from zerofx.manifest import CheckpointError, Entry, Manifest
+from zerofx.random_state import digests, generators
+from zerofx.saved_names import GROUPS, Names, States, Tensors, fingerprint
+from zerofx.together import together
+
+CALLER = "zerofx.save"
+BESIDE = "state.pt"
+"""The file of all that is no tensor of the model or the optimizer."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    loss_scale: Any = None,
+    extra: Any = None,
+    overwrite: bool = False,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving | None:
+    """Saves a training as the folder `path`. Call it on all ranks that share the model, between two steps.
+
+    Each rank writes its own part, through torch.distributed.checkpoint. The folder appears under its name when all of
+    it is on the disk, with a manifest of sizes and checksums; before, and where anything fails on any rank, nothing of
+    the name is changed. All ranks write to one file system.
+
+    Saved are parameters and buffers under the keys of `model.state_dict()`, the optimizer's states and options by the
+    names of parameters, and the generators of random numbers of every rank. Gradients are not. Buffers, and parameters
+    that zerofx was told to ignore, are the first rank's, and those of other ranks beside them where they differ.
+
+    Args:
+        path: the folder, on storage that all ranks share.
+        model: a model that zerofx.compile was called on, or another one: plain, in DDP, or sharded by fully_shard.
+        optimizer: that of the model's parameters.
+        step: a number to come back from `zerofx.load`.
+        scheduler: what has `state_dict()` and `load_state_dict()`, or a list of such.
+        loss_scale: what holds the loss scale: the result of zerofx.train_step, or a torch.amp.GradScaler.
+        extra: numbers, strings and tensors, in lists, tuples and dicts, equal on all ranks, such as the position in the
+            data. What differs between ranks, gather into a list first.
+        overwrite: replace a checkpoint of that name, at once.
+        keep: remove older checkpoints from the folder that `path` is in, but for that many.
+        asynchronous: copy all into the host's memory, write from there in the background, and return the save, whose
+            `wait()` raises what went wrong; so does the next save, which waits for this one.
+
+    Raises CheckpointError, the same on all ranks.
+    """
+    target = Path(path).absolute()
+    group = saved_names.group_of(model)
+    problem: Exception | None = None
+    part, folder = Part({}, {}), None
+    facts: dict[str, Any] = {"the path": str(target), "the step": step, "overwrite": overwrite, "keep": keep}
+    facts["asynchronous"] = asynchronous
+    try:
+        background.settle(group)
+        publish.refuse_keep(keep)
+        part = collect(model, optimizer, scheduler, loss_scale, {"step": step, "extra": extra})
+        facts["extra"] = fingerprint(extra)
+        if group is None or group.rank() == 0:
+            publish.refuse_target(target, overwrite)
+            folder = publish.begin(target)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    try:
+        notes = together(CALLER, group, problem, part.note(folder), facts)
+        part.divide(notes, group)
+        job = Job(part, Path(notes[0]["folder"]), target, group, overwrite, keep)
+        if asynchronous:
+            return background.start(group, stage(job).run)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    job.run()
+    return None
+
+
+@dataclass
+class Part:
+    """What one rank brings to a checkpoint: tensors, and beside them plain values.
+
+    `own` are the tensors that each rank has its own.
+    """
+
+    tensors: Tensors
+    beside: dict[str, Any]
+    own: set[saved_names.Path] = field(default_factory=set)
+
+    def note(self, folder: Path | None) -> dict[str, Any]:
+        """What the other ranks must know of it."""
+        return {
+            "folder": str(folder),
+            "names": fingerprint(sorted(self.tensors)),
+            "own": {path: fingerprint(self.tensors[path]) for path in self.own},
+            "generators": digests(generators()),
+        }
+
+    def divide(self, notes: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:
+        """Settles what this rank writes, and what stands beside that."""
+        rank = 0 if group is None else group.rank()
+        for path in self.own:
+            holders = [each["own"][path] for each in notes if path in each["own"]]
+            first = next(place for place, each in enumerate(notes) if path in each["own"])
+            if rank == first:
+                continue
+            tensor = self.tensors.pop(path)
+            if notes[rank]["own"][path] != holders[0]:
+                self.tensors[("rank", str(rank), *path)] = tensor
+        blob = torch.frombuffer(bytearray(as_bytes(generators())), dtype=torch.uint8)
+        self.tensors[("rank", str(rank), "generators")] = blob
+        self.beside |= {"world": len(notes), "generators": [each["generators"] for each in notes]}
+        if len({each["names"] for each in notes}) > 1:
+            assert group is not None
+            sides: list[Any] = [None] * group.size()
+            dist.all_gather_object(sides, self.beside, group=group)
+            self.beside = merged(sides)
+
+
+def collect(
+    model: nn.Module, optimizer: optim.Optimizer | None, scheduler: Any, loss_scale: Any, given: dict[str, Any]
+) -> Part:
+    """Collects a rank's part, in the memory in which training has it."""
+    saved_names.refuse_model(model)
+    names = Names(saved_names.bare(model))
+    part = Part(names.tensors(), {**given, "objects": names.objects(), "optimizer": None}, set(names.own))
+    part.beside["names"] = [name for name, value in names.values.items() if isinstance(value, Tensor)]
+    if optimizer is not None:
+        states = States(names, optimizer)
+        part.tensors |= states.tensors
+        part.own |= states.own
+        kind, groups = type(optimizer).__name__, names.groups(optimizer)
+        part.beside["optimizer"] = {"kind": kind, "groups": groups, "tensors": states.known, "values": states.values}
+    part.beside["scheduler"] = [each.state_dict() for each in as_list(scheduler)]
+    part.beside["loss_scale"] = None if loss_scale is None else loss_scale.state_dict()
+    as_bytes(part.beside)
+    return part
+
+
+def as_list(scheduler: Any) -> list[Any]:
+    if isinstance(scheduler, (list, tuple)):
+        return list(scheduler)
+    return [] if scheduler is None else [scheduler]
+
+
+def merged(sides: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What stands beside the tensors where ranks hold different parts of a model, such as the stages of a pipeline."""
+    first = sides[0]
+    names = list(dict.fromkeys(name for side in sides for name in side["names"]))
+    objects = {name: value for side in reversed(sides) for name, value in side["objects"].items()}
+    joined: dict[str, Any] | None = None
+    for optimizer in (side["optimizer"] for side in sides):
+        if optimizer is None:
+            continue
+        joined = joined or {"kind": optimizer["kind"], "groups": [], "tensors": {}, "values": {}}
+        known = {name for group in joined["groups"] for name in group["params"]}
+        for group in optimizer["groups"]:
+            if new := [name for name in group["params"] if name not in known]:
+                joined["groups"].append({**group, "params": new})
+        for kind in ("tensors", "values"):
+            joined[kind] |= optimizer[kind]
+    return {**first, "names": names, "objects": objects, "optimizer": joined}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part that is to be written into a folder, which then appears as `target`."""
+
+    part: Part
+    folder: Path
+    target: Path
+    group: dist.ProcessGroup | None
+    overwrite: bool = False
+    keep: int | None = None
+
+    def run(self) -> None:
+        """Raises CheckpointError, and leaves nothing then."""
+        try:
+            self._write()
+        except BaseException:
+            if self._first():
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _write(self) -> None:
+        files = together(CALLER, self.group, *_write_tensors(self.part, self.folder, self.group))
+        problem: Exception | None = None
+        if self._first():
+            try:
+                finish(self.part, self.folder, self.target, files, self.overwrite)
+            except Exception as error:
+                problem = error
+        together(CALLER, self.group, problem)
+        if self.keep is not None and self._first():
+            with suppress(OSError):  # what is old and cannot be removed is in nobody's way
+                publish.prune(self.target.parent, self.keep)
+
+    def _first(self) -> bool:
+        return self.group is None or self.group.rank() == 0
+
+
+def stage(job: Job) -> Job:
+    """The job with a copy of all that training goes on to change, over a group for its thread. Collective."""
+    problem: Exception | None = None
+    part = job.part
+    group, mesh = background.group_for_threads(job.group)
+    try:
+        tensors = {path: background.copied(tensor, mesh) for path, tensor in job.part.tensors.items()}
+        part = Part(tensors, copy.deepcopy(job.part.beside))
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    together(CALLER, job.group, problem)
+    return replace(job, part=part, group=group)
+
+
+def _write_tensors(
+    part: Part, folder: Path, group: dist.ProcessGroup | None
+) -> tuple[BaseException | None, Mapping[str, Entry]]:
+    """Returns the rank's problem, and the files that it has written."""
+    writer = Writer(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            state_dict_saver.save(nested(part), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        rank = 0 if group is None else group.rank()
+        mine = writer.files.error or next((e for place, (e, _) in error.failures.items() if place == rank), None)
+        return mine or _if_nobody_knows(error, rank), {}
+    return None, writer.files.entries
+
+
+def _if_nobody_knows(error: CheckpointException, rank: int) -> BaseException | None:
+    return None if error.failures and rank not in error.failures else CheckpointError(str(error))
+
+
+def nested(part: Part) -> dict[str, Any]:
+    """The tensors as torch.distributed.checkpoint takes them, and the optimizer's options as torch saves them there."""
+    tree: dict[str, Any] = {}
+    for path, tensor in part.tensors.items():
+        place = tree
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = tensor
+    if part.beside["optimizer"] is not None:
+        tree.setdefault(GROUPS[0], {})[GROUPS[1]] = part.beside["optimizer"]["groups"]
+    return tree
+
+
+def finish(part: Part, folder: Path, target: Path, files: Sequence[Mapping[str, Entry]], overwrite: bool) -> None:
+    """Writes what stands beside the tensors, and the manifest, and gives the folder its name."""
+    entries = {BESIDE: write_plain(part.beside, folder / BESIDE)}
+    for written in files:
+        entries |= written
+    Manifest(entries, part.beside["step"], part.beside["world"], time.time()).write(folder)
+    publish.publish(folder, target, overwrite)
