@@ -78,6 +78,7 @@ def load(
         saved_names.refuse_model(model)
         saved = Saved.read(folder, group)
         facts["the checkpoint"] = saved.manifest.time
+        saved.refuse_other_slice(saved_names.slice_of(model))
         plan = Plan(saved, Names(saved_names.bare(model)), optimizer, generators)
         plan.refuse_others(as_list(scheduler), loss_scale)
     except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -113,6 +114,15 @@ class Saved(NamedTuple):
         large = sorted(manifest.files.keys() - {METADATA, BESIDE})
         manifest.check_contents(folder, [METADATA, BESIDE, *large[rank::world]])
         return cls(folder, manifest, read_plain(folder / BESIDE), read_metadata(folder), rank, world)
+
+    def refuse_other_slice(self, mine: Mapping[str, int]) -> None:
+        """Raises CheckpointError where a rank with another slice of the model saved."""
+        saved = self.beside.get("slice", {})
+        if saved != mine:
+            raise CheckpointError(
+                f"{self.folder} has {_named(saved)}, and this rank has {_named(mine)}: load the folder that was saved "
+                "where the rank is"
+            )
 
     def size_of(self, path: saved_names.Path) -> TensorStorageMetadata | None:
         found = self.metadata.state_dict_metadata.get(".".join(path))
@@ -261,3 +271,8 @@ def regrouped(group: Mapping[str, Any], saved: list[dict[str, Any]], folder: Pat
             )
         options = found
     return {**group, **(options or {})}
+
+
+def _named(place: Mapping[str, int]) -> str:
+    where = " and ".join(f"{axis} {number}" for axis, number in place.items())
+    return f"the slice of {where}" if where else "no slice but a whole model"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, cast
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,6 +19,9 @@ from zerofx.manifest import CheckpointError
 from zerofx.optimizers import COUNTS
 from zerofx.stored import contiguous_stride
 from zerofx.swap import READS
+
+if TYPE_CHECKING:
+    from zerofx.engine import Engine
 
 Path = tuple[str, ...]
 """The place of a tensor in what torch.distributed.checkpoint saves; with dots between, it is the tensor's key there."""
@@ -51,15 +56,58 @@ def group_of(model: Any) -> dist.ProcessGroup | None:
     """The ranks that save and load a model together: those that share its parameters, else all."""
     if not isinstance(model, nn.Module):  # which is refused on all ranks
         return dist.group.WORLD if dist.is_initialized() else None
-    engine = model.__dict__.get("_zerofx_engine")
+    engine: Engine | None = model.__dict__.get("_zerofx_engine")
     if engine is not None:
-        return _torch.process_group(engine.group) if engine.mesh.world > 1 else None
+        return _group_of_engine(engine, model)
     if not dist.is_initialized():
         return None
     for param in model.parameters():
         if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
             return param.device_mesh.get_group()
     return dist.group.WORLD
+
+
+def _group_of_engine(engine: Engine, model: nn.Module) -> dist.ProcessGroup | None:
+    """Those that share parameters or have the stages of one pipeline; with DTensors over more axes, all ranks.
+
+    Raises CheckpointError where ranks beside these are in the default group.
+    """
+    shared = engine.step_group
+    if not any(mesh.ndim > 1 for mesh in _meshes(model)):
+        return _torch.process_group(shared.name) if shared.world > 1 else None
+    ranks = engine.mesh.world * prod(axis.size for axis in engine.parallel.axes)
+    if ranks != dist.get_world_size():
+        raise CheckpointError(
+            f"the model is sliced over {ranks} ranks and the default group has {dist.get_world_size()}: save models "
+            "whose DTensors are sliced where all ranks train one model"
+        )
+    return dist.group.WORLD
+
+
+def slice_of(model: nn.Module) -> dict[str, int]:
+    """The rank's place along the axes of an mpu, whose slices a checkpoint cannot join."""
+    engine: Engine | None = model.__dict__.get("_zerofx_engine")
+    if engine is None or engine.pipelined is not None or any(mesh.ndim > 1 for mesh in _meshes(model)):
+        return {}
+    sliced = {axis.name for axis in engine.parallel.axes}
+    return {axis: place for axis, place in engine.parallel.coordinates if axis in sliced}
+
+
+def refuse_shared_folder(model: Any, folder: str) -> None:
+    """Raises CheckpointError, on all ranks, where ranks with different slices name the same folder. Collective."""
+    engine: Engine | None = model.__dict__.get("_zerofx_engine") if isinstance(model, nn.Module) else None
+    for axis in engine.parallel.axes if engine is not None and slice_of(model) else ():
+        told: list[Any] = [None] * axis.size
+        dist.all_gather_object(told, folder, group=_torch.process_group(axis.group))
+        if len(set(told)) < axis.size:
+            raise CheckpointError(
+                f"ranks along {axis.name!r} have different slices of the model and the same folder {folder}: give each "
+                "slice one of its own, named by the coordinates of zerofx.Mesh, such as f'{step}/tp{tp_rank}'"
+            )
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    return [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
 
 
 def refuse_model(model: Any) -> None:

@@ -55,6 +55,9 @@ def save(
     names of parameters, and the generators of random numbers of every rank. Gradients are not. Buffers, and parameters
     that zerofx was told to ignore, are the first rank's, and those of other ranks beside them where they differ.
 
+    Ranks whose slices of a model zerofx does not know how to join, as with an `mpu`, save each slice by a call with a
+    folder of its own.
+
     Args:
         path: the folder, on storage that all ranks share.
         model: a model that zerofx.compile was called on, or another one: plain, in DDP, or sharded by fully_shard.
@@ -73,6 +76,7 @@ def save(
     """
     target = Path(path).absolute()
     group = saved_names.group_of(model)
+    saved_names.refuse_shared_folder(model, str(target))
     problem: Exception | None = None
     part, folder = Part({}, {}), None
     facts: dict[str, Any] = {"the path": str(target), "the step": step, "overwrite": overwrite, "keep": keep}
@@ -148,7 +152,8 @@ def collect(
     """Collects a rank's part, in the memory in which training has it."""
     saved_names.refuse_model(model)
     names = Names(saved_names.bare(model))
-    part = Part(names.tensors(), {**given, "objects": names.objects(), "optimizer": None}, set(names.own))
+    plain = {**given, "objects": names.objects(), "optimizer": None, "slice": saved_names.slice_of(names.model)}
+    part = Part(names.tensors(), plain, set(names.own))
     part.beside["names"] = [name for name, value in names.values.items() if isinstance(value, Tensor)]
     if optimizer is not None:
         states = States(names, optimizer)
