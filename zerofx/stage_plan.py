@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from zerofx.machine import H100
+from zerofx.passes.split_stages import SplitStages, choose_cuts
 from zerofx.pipeline import Pipeline, PipelineError
 from zerofx.schedule_check import check_schedule
 from zerofx.schedules import order_of
 from zerofx.shard import Owner
-from zerofx.split_stages import SplitStages, choose_cuts
 from zerofx.stage_graphs import Stage, refuse_spread_buffers, stages_of
 from zerofx.stage_line import Line
 from zerofx.stage_report import PipelineReport, report_of

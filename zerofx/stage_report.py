@@ -10,9 +10,9 @@ from torch import nn
 
 from zerofx.config import ConfigError
 from zerofx.kernels import nbytes
+from zerofx.passes.split_stages import nbytes_of, stage_bytes
 from zerofx.pipeline import Pipeline
 from zerofx.schedule_check import Simulated
-from zerofx.split_stages import nbytes_of, stage_bytes
 from zerofx.stage_line import Line
 from zerofx.whole_graph import module_of
 
