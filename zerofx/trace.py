@@ -108,7 +108,8 @@ def _traced_class(base: Any) -> type:
 
 
 def _read(name: str, module: nn.Module) -> torch.Tensor:
-    whole: torch.Tensor = unshard(module._parameters[name], *module.__dict__[READS][name])
+    size, dim, rows, group, *_ = module.__dict__[READS][name]
+    whole: torch.Tensor = unshard(module._parameters[name], size, dim, rows, group)
     return whole
 
 
