@@ -23,6 +23,7 @@ def agree(
     group: dist.ProcessGroup | None,
     note: Any = None,
     caller: str = "zerofx.compile",
+    remedy: str = "give every rank the same model and the same arguments",
 ) -> list[Any]:
     """Raises on every rank if one rank has a problem, or if the facts differ between ranks; returns all ranks' notes.
 
@@ -44,7 +45,7 @@ def agree(
             if first.get(name) != theirs.get(name):
                 raise RankMismatchError(
                     f"ranks differ in {name}: rank 0 of the group has {first.get(name)!r}, rank {rank} has "
-                    f"{theirs.get(name)!r}; give every rank the same model and the same arguments"
+                    f"{theirs.get(name)!r}; {remedy}"
                 )
     return [theirs for _, _, theirs in told]
 

@@ -40,7 +40,7 @@ def micro_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, 
     if size < count:
         raise ValueError(
             f"a batch of {size} rows cannot be split into {count} micro-batches: pass a larger batch on this rank, or "
-            "fewer microbatches to zerofx.train_step"
+            "fewer microbatches to zerofx.train_step or zerofx.Pipeline"
         )
     sizes = [size // count + (place < size % count) for place in range(count)]
     parts = zip(_split(args, sizes), _split(batch[1], sizes), sizes, strict=True)

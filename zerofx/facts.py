@@ -27,7 +27,7 @@ def facts_of(
     With a plan, ranks along `dp` are all of a pipeline: they are given the same model, before it is cut.
     """
     shared = config.facts() | _versions() | {"the passes": repr(order)}
-    own: dict[str, Any] = {f"parameter {owner.layout.name}": _described(owner.param) for owner in owners}
+    own: dict[str, Any] = {f"parameter {owner.layout.name}": _stored(owner.param) for owner in owners}
     if plan is not None:
         own |= {"the pipeline": repr(plan.pipeline), "the stages that the model is cut into": plan.digest()}
     own |= {f"buffer {name}": _described(buffer) for name, buffer in model.named_buffers()}
@@ -44,6 +44,10 @@ def facts_of(
 def _versions() -> dict[str, str]:
     python = ".".join(map(str, sys.version_info[:3]))
     return {"torch's version": torch.__version__, "zerofx's source": records.source()[:16], "Python's version": python}
+
+
+def _stored(param: Tensor) -> tuple[Any, ...]:
+    return (*_described(param), "sliced") if is_marked(param) else _described(param)
 
 
 def _described(tensor: Tensor) -> tuple[Any, ...]:

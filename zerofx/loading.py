@@ -69,13 +69,14 @@ def load(
 
     Raises CheckpointError, the same on all ranks.
     """
-    folder = Path(path).absolute()
+    folder = Path(path or "").absolute()
     group = saved_names.group_of(model)
     problem: BaseException | None = None
     plan = None
     facts: dict[str, Any] = {"the path": str(folder), "whether there is an optimizer": optimizer is not None}
     try:
         saved_names.refuse_model(model)
+        _refuse_nothing(path)
         saved = Saved.read(folder, group)
         facts["the checkpoint"] = saved.manifest.time
         saved.refuse_other_slice(saved_names.slice_of(model))
@@ -93,6 +94,13 @@ def load(
         problem = CheckpointError(f"{type(error).__name__}: {error} (the model is loaded in parts: do not train it)")
     together(CALLER, group, problem)
     return Loaded(saved.beside["step"], saved.beside["extra"], saved.manifest.world)
+
+
+def _refuse_nothing(path: object) -> None:
+    if not path:
+        raise CheckpointError(
+            "there is no path, as where zerofx.latest finds no whole checkpoint: begin without zerofx.load then"
+        )
 
 
 class Saved(NamedTuple):

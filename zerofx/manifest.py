@@ -64,7 +64,10 @@ class Manifest:
         try:
             facts = json.loads(place.read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} is not a checkpoint of zerofx.save: it has no {NAME}") from None
+            raise CheckpointError(
+                f"{folder} is not a checkpoint of zerofx.save: it has no {NAME}; zerofx.latest(folder) "
+                "finds those in a folder"
+            ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{place} cannot be read: {error}") from None
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:

@@ -123,18 +123,25 @@ def _arranged(sizes: dict[str, int], kind: str) -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     problem = None
-    world = dist.get_world_size()
-    wrong = [axis for axis, size in sizes.items() if axis not in AXES or type(size) is not int or size < 1]
-    if wrong or prod(sizes.values()) != world:
-        problem = ConfigError(
-            f"zerofx.Mesh({_told(sizes)}) is not possible with {world} ranks: it takes sizes of "
-            f"{', '.join(AXES)}, ints whose product is the number of ranks"
-        )
+    if why := _wrong(sizes, dist.get_world_size()):
+        problem = ConfigError(f"zerofx.Mesh({_told(sizes)}) is not possible: {why}")
     agree_in_world({"the sizes of the mesh": tuple(sizes.items())}, problem, None, "zerofx.Mesh")
     if "dp" not in sizes:
         sizes = {"dp": 1} | sizes
     return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def _wrong(sizes: dict[str, Any], world: int) -> str:
+    """Why sizes do not arrange the ranks; empty where they do."""
+    if unknown := [axis for axis in sizes if axis not in AXES]:
+        return f"there is no axis {unknown[0]!r}, the axes are {', '.join(AXES)}"
+    if wrong := [axis for axis, size in sizes.items() if type(size) is not int or size < 1]:
+        return f"{wrong[0]} must be an int, 1 or more"
+    product = prod(sizes.values())
+    if product == world:
+        return ""
+    return f"the sizes multiply to {product}, and there are {world} ranks: start {product}, or change the sizes"
+
+
 def _told(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())

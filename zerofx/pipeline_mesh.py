@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zerofx.agree import agree
+from zerofx.agree import agree_in_world
 from zerofx.groups import default_group, refuse_other_devices
 from zerofx.parallel import Mesh
 from zerofx.pipeline import Pipeline, PipelineError
@@ -42,7 +42,7 @@ def arrange_pipeline(mesh: Any, device: torch.device, pipeline: Pipeline) -> Arr
     ranks = pipeline.ranks
     mesh = mesh.device_mesh if isinstance(mesh, Mesh) else mesh
     if default_group(device):  # meshes of different shapes would wait for one another
-        agree({"the pipeline": repr(pipeline)}, None, dist.group.WORLD)
+        agree_in_world({"the pipeline": repr(pipeline)}, None, None, "zerofx.compile")
     if mesh is None:
         if not dist.is_initialized():
             if ranks > 1:
@@ -55,6 +55,11 @@ def arrange_pipeline(mesh: Any, device: torch.device, pipeline: Pipeline) -> Arr
             raise PipelineError(
                 f"a pipeline of {ranks} ranks does not divide {world} ranks: start a multiple of {ranks}, or take "
                 "other stages"
+            )
+        if ranks == 1 and pipeline.stages > 1 and world > 1:
+            raise PipelineError(
+                f"zerofx.Pipeline(stages={pipeline.stages}, schedule={pipeline.schedule!r}) has all stages on one "
+                f"rank, so that nothing is split: ask for {pipeline.per_rank * world} stages over {world} ranks"
             )
         mesh = init_device_mesh(device.type, (ranks, world // ranks), mesh_dim_names=("pp", "dp"))
     named = isinstance(mesh, DeviceMesh) and set(mesh.mesh_dim_names or ()) == {"pp", "dp"}

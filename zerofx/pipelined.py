@@ -71,6 +71,7 @@ class Pipelined:
         self.answer: list[Any] | None = None
         self.open, self.steps = False, 0
         self.compared = set[bool]()  # whether the ranks of a pipeline were seen to train, and to evaluate, on one batch
+        self.failed: str | None = None  # why this rank is no longer in step with the others
 
     # The model's calls.
 
@@ -136,35 +137,66 @@ class Pipelined:
         """
         self._refuse_changes()
         step = self._begin(parts, compute_loss, scale, self._wholes())
-        self._run(step, self._order(len(parts), trains=True))
-        self._collect(step)
+        order = self._order(len(parts), trains=True)
+        with self._together():
+            self._run(step, order)
+            self._collect(step)
         return step.loss, step.weight
 
     @torch.no_grad()
     def evaluate(self, parts: Sequence[MicroBatch], compute_loss: Loss) -> tuple[Tensor, Tensor]:
         """The sums of losses and weights of a batch's micro-batches, zero on all ranks but those of the last stage."""
         step = self._begin(parts, compute_loss, None, self._wholes())
-        self._run(step, self._order(len(parts), trains=False))
+        order = self._order(len(parts), trains=False)
+        with self._together():
+            self._run(step, order)
         return step.loss, step.weight
 
     def _begin(
         self, parts: Sequence[MicroBatch], compute_loss: Loss, scale: Tensor | None, wholes: dict[str, Tensor]
     ) -> _Step:
+        self._refuse_after_failure()
         self.steps += 1
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         step = _Step(parts, [], {}, compute_loss, scale, zero, zero.clone(), {})
         modes = tuple(module.training for module in self.model.modules())
+        self._compare(parts)
         for place, part in enumerate(parts):
             args, kwargs = self._arguments(compute_loss, place, part)
-            leaves = tree_leaves((args, kwargs))
-            if place == 0 and torch.is_grad_enabled() not in self.compared:
-                self.compared.add(torch.is_grad_enabled())
-                agree({"the batch": repr(list(map(_told, leaves)))}, None, self.where.pipe, caller="a step")
-            step.calls.append(_Call(leaves, self.plan.variant(args, kwargs, modes)))
+            step.calls.append(_Call(tree_leaves((args, kwargs)), self.plan.variant(args, kwargs, modes)))
         buffers = dict(self.model.named_buffers())
         for stage in self.stages:
             step.runs[stage] = StageRun(wholes, buffers)
         return step
+
+    def _compare(self, parts: Sequence[MicroBatch]) -> None:
+        """Raises RankMismatchError where ranks of a pipeline get different batches; on a GPU it reads but the first."""
+        training = torch.is_grad_enabled()
+        if self.device.type == "cpu" or training not in self.compared:
+            told = [_told(leaf) for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
+            remedy = "give all ranks of a pipeline the same batch"
+            agree({"the batch": repr(told)}, None, self.where.pipe, caller="a step", remedy=remedy)
+            self.compared.add(training)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Notes an error after which this rank is no longer in step with the others."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if isinstance(error, RuntimeError) and "gloo" in str(error):  # which tells of sockets
+                raise RuntimeError(
+                    "another rank of this pipeline has ended or failed, as its own output says: this rank cannot go on"
+                ) from error
+            raise
+
+    def _refuse_after_failure(self) -> None:
+        if self.failed is not None:
+            raise RuntimeError(
+                f"an earlier step of this pipeline failed on this rank ({self.failed}), and its ranks are no longer in "
+                "step: end them, and go on from a checkpoint"
+            )
 
     def _arguments(self, compute_loss: Loss, place: int, part: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the loss function calls the model with."""
@@ -305,7 +337,7 @@ class Pipelined:
 
 
 def _told(leaf: Any) -> Any:
-    """What ranks compare of a batch, once."""
+    """What ranks compare of a batch."""
     return (tuple(leaf.shape), leaf.dtype, leaf.double().sum().item()) if isinstance(leaf, Tensor) else type(leaf)
 
 

@@ -47,6 +47,7 @@ def place(
 
     Raises ModelError on all ranks where tensor-parallel ranks differ in what they have to hold copies of.
     """
+    _refuse_lone_slices(owners, ranks)
     ids = {id(param) for param in ignored}
     left_alone = frozenset(name for name, param in model.named_parameters() if id(param) in ids)
     layout = _set_layout([owner for owner in owners if owner.layout.name not in pipe.foreign.params], config)
@@ -56,6 +57,16 @@ def place(
         LOCAL_STEPS.add(ranks.data)
     _place_modules(model, owners, materialise, ranks, config.sync_init, left_alone, pipe)
     return layout, left_alone
+
+
+def _refuse_lone_slices(owners: list[Owner], ranks: Mesh | None) -> None:
+    """Raises ModelError for slices that would be taken for copies, and get another rank's values."""
+    marked = [owner.layout.name for owner in owners if is_marked(owner.param)]
+    if marked and ranks is not None and ranks.sizes["dp"] > 1 and "tp" not in ranks.sizes:
+        raise ModelError(
+            f"parameter {marked[0]!r} is marked as a slice by tensor_model_parallel or model_parallel, and nothing "
+            "says which ranks hold the others: pass mpu=..., or mesh=zerofx.Mesh(dp=..., tp=...)"
+        )
 
 
 def _set_layout(owners: list[Owner], config: Config) -> Layout:

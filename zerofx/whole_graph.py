@@ -103,9 +103,10 @@ class WithoutData:
             try:
                 result = compiled(*args, **kwargs)
             except Exception as error:
+                breaks = "take what breaks the graph out of the forward, or mend example_inputs if they do not fit it"
                 raise PipelineError(
                     "the model cannot be cut into stages, because torch.compile makes no single graph of its forward "
-                    f"on example_inputs: {_reason(error)}; take what breaks the graph out of the forward"
+                    f"on example_inputs: {_reason(error)}; {breaks}"
                 ) from None
         if "gm" not in found:
             raise PipelineError("the model cannot be cut into stages: its forward computes nothing")
@@ -172,5 +173,9 @@ def _name(path: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
+    """What torch.compile says of it first, and the line of the model's code where it is."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    why = next((line for line in lines if line.startswith("Explanation: ")), "").removeprefix("Explanation: ")
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
+    where = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+    return f"{lines[0]}{': ' if why else ''}{why.rstrip('.')}{where}"

@@ -124,6 +124,10 @@ def along_dp() -> Built:
     return parallelised(mesh.device_mesh["dp"]), {"mesh": mesh}
 
 
+def marked_without_mpu() -> Built:
+    return sliced(seeded(), Mpu(2)), {}
+
+
 def dtensors_with_mpu() -> Built:
     return parallelised(zerofx.Mesh(dp=2, tp=2).device_mesh["tp"]), {"mpu": Mpu(2)}
 
@@ -150,7 +154,8 @@ REFUSALS = [
     Refusal(unmarked, ("parameter 'down.weight' has other values on", "tensor_model_parallel = True")),
     Refusal(marked_on_one, ("ranks differ in parameter norm.weight", "sliced")),
     Refusal(other_copies, ("parameter 'norm.weight' has other values", "the same seed")),
-    Refusal(sizes, ("zerofx.Mesh(dp=3, tp=2) is not possible with 4 ranks",)),
+    Refusal(marked_without_mpu, ("parameter 'up.weight' is marked as a slice", "pass mpu=...")),
+    Refusal(sizes, ("zerofx.Mesh(dp=3, tp=2) is not possible", "multiply to 6, and there are 4 ranks: start 6")),
     Refusal(sizes_of_one, ("ranks differ in the sizes of the mesh",)),
     Refusal(axes, ("none is named 'dp'", "init_device_mesh('cpu', (1, 4), mesh_dim_names=('dp', ...))")),
     Refusal(without_parent, ("parameter 'up.weight' is a DTensor already", "pass mesh=, the DeviceMesh of both")),

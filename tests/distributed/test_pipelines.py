@@ -287,6 +287,7 @@ def test_a_rank_holds_its_stages_and_says_how_the_model_is_called() -> None:
     optimizer = sgd(model.parameters())
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, microbatches=3)), ("runs 4 micro-batches",))
     has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, accumulate="reduce")), ("once a step",))
+    has(message(lambda: zerofx.train_step(model, Rows.loss, optimizer, fuse_optimizer=True)), ("with a pipeline",))
     next(model.parameters()).requires_grad_(False)
     step = zerofx.train_step(model, Rows.loss, optimizer)
     has(message(lambda: step(torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), ("frozen or thawed",))
@@ -317,8 +318,14 @@ def test_random_numbers_of_a_loss_are_those_of_all_ranks() -> None:
 def test_ranks_of_a_pipeline_that_get_different_batches_all_hear_of_it() -> None:
     model = compiled()
     step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
-    told = message(lambda: step(torch.full((8, WIDTH), float(dist.get_rank())), torch.zeros(8, WIDTH)))
-    has(told, ("ranks differ in the batch",))
+    words = ("ranks differ in the batch", "give all ranks of a pipeline the same batch")
+    same, rank = torch.zeros(8, WIDTH), float(dist.get_rank())
+    for x, y in ((torch.full((8, WIDTH), rank), same), (same, torch.full((8, WIDTH), rank))):
+        step(same, same)
+        has(message(lambda x=x, y=y: step(x, y)), words)
+    fewer = torch.zeros(8 - 2 * dist.get_rank(), WIDTH)
+    has(message(lambda: step(fewer, fewer)), words)
+    step(same, same)
 
 
 @on_ranks(2)
@@ -355,6 +362,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no example": ({"example_inputs": None}, "needs example_inputs=(args, kwargs)"),
     "an example of no call": ({"example_inputs": (torch.zeros(2),)}, "needs example_inputs=(args, kwargs)"),
     "a number": ({"pipeline": 2}, "takes a zerofx.Pipeline, not int"),
+    "one rank": ({"pipeline": zerofx.Pipeline(2, "zbv", 4)}, "ask for 4 stages over 2 ranks"),
     "too many stages": ({"pipeline": zerofx.Pipeline(64, "looped-bfs", 4, None, 32)}, "take at most"),
     "too many ranks": ({"pipeline": zerofx.Pipeline(3, "1f1b", 4)}, "does not divide 2 ranks"),
     "an unknown module": ({"pipeline": zerofx.Pipeline(2, split_at=["middle"])}, "names no module"),
@@ -379,7 +387,7 @@ def compile_with(given: dict[str, Any], on: tuple[int, ...] = (0, 1)) -> None:
 def test_a_graph_break_and_ranks_that_disagree_are_refused_before_training() -> None:
     asked = {"pipeline": zerofx.Pipeline(2, "1f1b", 4), "example_inputs": ((torch.zeros(2, WIDTH),), {})}
     told = message(lambda: zerofx.compile(Breaks(), backend="interpreter", **asked), PipelineError)
-    has(told, ("torch.compile makes no single graph of its forward",))
+    has(told, ("torch.compile makes no single graph of its forward", "test_pipelines.py:", "take what breaks"))
     for stages, schedule in ((2, "gpipe"), (1, "1f1b")):
         other = zerofx.Pipeline(stages, schedule, 4) if dist.get_rank() else zerofx.Pipeline(2, "1f1b", 4)
         has(message(lambda other=other: compiled(pipeline=other), RankMismatchError), ("ranks differ in the pipeline",))

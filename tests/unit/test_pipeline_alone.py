@@ -92,3 +92,12 @@ def test_a_pipelined_model_is_not_copied_and_has_a_report() -> None:
     assert "looped-bfs, 4 micro-batches over 1 ranks" in str(zerofx.pipeline_report(model))
     with pytest.raises(ValueError, match="was called on"):
         zerofx.pipeline_report(UNet())
+
+
+def test_after_a_failure_between_its_messages_a_rank_does_not_go_on() -> None:
+    model = compiled(2, "zbv", 4)
+    failing = zerofx.train_step(model, twice, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="more than once"):
+        failing(ROWS, -ROWS)
+    with pytest.raises(RuntimeError, match=r"earlier step .*more than once.* go on from a checkpoint"):
+        zerofx.eval_step(model, loss_of)(ROWS, -ROWS)
