@@ -307,7 +307,7 @@ def test_micro_batches_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[bool, bool, bool]] = []
 
     @contextmanager
-    def micro_batch(_: Engine, first: bool, last: bool, defer: bool) -> Iterator[None]:
+    def micro_batch(_: Engine, first: bool, last: bool, defer: bool, updates: object) -> Iterator[None]:
         told.append((first, last, defer))
         yield
 
