@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zerofx.placing import cut_gathered, data_dim, placed_as
 from zerofx.stored import own_slice
 from zerofx.swap import READS, Read, is_stored
+from zerofx.tensor_parallel import as_read
 
 Place = tuple[nn.Module, str]
 
@@ -51,15 +52,10 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
 
 
 def _whole(param: nn.Parameter, how: Read) -> nn.Parameter:
-    part, sliced = cast("DTensor", param), how.sliced
+    part = cast("DTensor", param)
     with torch.no_grad():
         whole = part.redistribute(placements=placed_as(part, Replicate())).to_local().detach().clone()
-        if sliced is not None:
-            placements = (sliced.placement,)
-            whole = DTensor.from_local(
-                whole, sliced.mesh, placements, run_check=False, shape=sliced.shape, stride=sliced.stride
-            )
-        return nn.Parameter(whole, requires_grad=False)
+        return nn.Parameter(whole if how.sliced is None else as_read(whole, how.sliced), requires_grad=False)
 
 
 def _store(param: nn.Parameter, whole: Tensor, from_rank: int | None) -> None:

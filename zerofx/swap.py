@@ -17,7 +17,7 @@ from zerofx.running import RUNNING
 from zerofx.sequence import of_param
 from zerofx.stored import converted, stored_as
 from zerofx.summed import sum_gradient
-from zerofx.tensor_parallel import Sliced
+from zerofx.tensor_parallel import Sliced, as_read
 
 READS = "_zerofx_reads"
 NAMES = "_zerofx_names"
@@ -89,11 +89,7 @@ def _read(module: nn.Module, name: str, param: DTensor, how: Read) -> Tensor:
         read = unshard_apart(own, whole, size, dim, rows, group, kept, part is None)
     if summed:
         read = sum_gradient(read, summed)
-    if sliced is None:
-        return cast("Tensor", read)
-    return DTensor.from_local(
-        read, sliced.mesh, (sliced.placement,), run_check=False, shape=sliced.shape, stride=sliced.stride
-    )
+    return cast("Tensor", read) if sliced is None else as_read(read, sliced)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -35,6 +35,13 @@ class Sliced:
         return self.placement.dim % len(self.shape) if isinstance(self.placement, Shard) else None
 
 
+def as_read(local: Tensor, sliced: Sliced) -> DTensor:
+    """The DTensor that modules read, of this rank's whole slice."""
+    return DTensor.from_local(
+        local, sliced.mesh, (sliced.placement,), run_check=False, shape=sliced.shape, stride=sliced.stride
+    )
+
+
 @dataclass(frozen=True)
 class Storage:
     """The mesh that a parameter's parts are on, and its placement along the dim beside the data-parallel one."""

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zerofx
 from tests.distributed.ranks import Net, both, full, has, message, on_ranks, rows, sharded, whole
 from tests.distributed.runs import Spy, Tensors, members, spied
+from tests.distributed.test_train_step import Varied, token_loss
 from tests.pool import Pool
 from tests.training import MakeOptimizer, adamw, compare
 from zerofx.collectives import is_bucket
@@ -33,23 +34,11 @@ def momentum(params: Any) -> optim.Optimizer:
     return optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
 
 
-class Varied(nn.Module):
-    """A tied, a frozen, a replicated, an unused and an unevenly cut parameter, and one that is read twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(13, 7), nn.Linear(7, 13, bias=False)
-        self.head.weight = self.embed.weight
-        self.layer, self.unused = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
+class ReadTwice(Varied):
+    """Of its parameters, one is read twice."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.layer(self.scale * torch.tanh(self.layer(self.embed(ids) * self.frozen))))
-
-
-def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids), ids)
 
 
 def ids(rank: int, step: int) -> Batch:
@@ -104,7 +93,7 @@ def near(found: Any, expected: Any) -> None:
 
 
 def check_against_plain(stage: int, backend: str) -> None:
-    cases = ((Net, mean_loss, numbers, set()), (Varied, token_loss, ids, {"unused.weight", "unused.bias"}))
+    cases = ((Net, mean_loss, numbers, set()), (ReadTwice, token_loss, ids, {"unused.weight", "unused.bias"}))
     for make_model, loss_fn, batch, unused in cases:
         model, plain = both(make_model, stage=stage, persist_below=30, backend=backend)
         start = copy.deepcopy(whole(model))
