@@ -63,14 +63,14 @@ class Pool:
         self._marks: list[int] = []
         atexit.register(self.close)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
         """Each rank's `fn(*args)`; raises RankError when a rank raises, dies, or takes more than `timeout` seconds."""
         outcomes = self._round(fn, args, timeout)
         if any(outcome.kind != "result" for outcome in outcomes):
             raise RankError(_report(fn, outcomes))
         return [outcome.value for outcome in outcomes]
 
-    def run_errors(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[str | None]:
+    def run_errors(self, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[str | None]:
         """Each rank's "Type: message", None where `fn(*args)` returned; a rank that dies or hangs is a RankError."""
         outcomes = self._round(fn, args, timeout)
         if any(outcome.kind in ("died", "unfinished") for outcome in outcomes):
