@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.models import GPT
-from zerofx.machine import H100
+from zerofx.planning.hardware import H100
 from zerofx.stage_graphs import Stage
 from zerofx.stage_line import Line
 from zerofx.whole_graph import WholeGraph, WithoutData

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofx import _torch
 from zerofx.kernels import ROWS, VIEWS, nbytes, op_flops
-from zerofx.machine import Machine
+from zerofx.planning.hardware import Hardware
 from zerofx.whole_graph import WholeGraph
 
 BACKWARD_OF_PRODUCT, BACKWARD_OF_OTHERS = 2.0, 1.5
@@ -48,7 +48,7 @@ class Facts:
 class _Meter(TorchDispatchMode):
     """Adds up what the ops of one node take."""
 
-    machine: Machine
+    machine: Hardware
     seconds: float = 0.0
     flops: float = 0.0
     nbytes: int = 0
@@ -79,7 +79,7 @@ class _Meter(TorchDispatchMode):
         return result
 
 
-def facts_of(whole: WholeGraph, machine: Machine) -> dict[Node, Facts]:
+def facts_of(whole: WholeGraph, machine: Hardware) -> dict[Node, Facts]:
     """The facts of all nodes but the output. Values are tensors without data, which are kept as long as the facts."""
     found = dict[Node, Facts]()
     values: Any = [node.meta.get("example_value") for node in whole.inputs]
@@ -98,7 +98,7 @@ def facts_of(whole: WholeGraph, machine: Machine) -> dict[Node, Facts]:
     return found
 
 
-def _facts_of(node: Node, found: dict[Node, Facts], machine: Machine) -> Facts:
+def _facts_of(node: Node, found: dict[Node, Facts], machine: Hardware) -> Facts:
     args, kwargs = (cast("Any", map_arg(part, lambda n: found[n].value)) for part in (node.args, node.kwargs))
     meter = _Meter(machine)
     try:

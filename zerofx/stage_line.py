@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from zerofx.kernels import nbytes
-from zerofx.machine import Machine
 from zerofx.node_facts import Facts, facts_of
+from zerofx.planning.hardware import Hardware
 from zerofx.whole_graph import WholeGraph
 
 Range = tuple[int, int]
@@ -26,7 +26,7 @@ class Line:
     what later stages read of it is handed on from each stage to the next.
     """
 
-    def __init__(self, whole: WholeGraph, machine: Machine) -> None:
+    def __init__(self, whole: WholeGraph, machine: Hardware) -> None:
         self.whole, self.machine = whole, machine
         self.facts: Mapping[Node, Facts] = facts_of(whole, machine)
         self.nodes = list(whole.graph.nodes)
@@ -65,7 +65,7 @@ class Line:
 
     def send(self, place: int) -> float:
         """Seconds that a cut takes: what crosses it, there and its gradient back."""
-        return 2 * self.crossing_bytes[place] / self.machine.link.bandwidth if self.first <= place < self.last else 0.0
+        return 2 * self.crossing_bytes[place] / self.machine.intra.bandwidth if self.first <= place < self.last else 0.0
 
     def crossing(self, place: int) -> list[Node]:
         """What crosses a cut, in the order of the nodes."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from zerofx.machine import H100
 from zerofx.passes.split_stages import SplitStages, choose_cuts
 from zerofx.pipeline import Pipeline, PipelineError
+from zerofx.planning.hardware import H100
 from zerofx.schedule_check import check_schedule
 from zerofx.schedules import order_of
 from zerofx.shard import Owner

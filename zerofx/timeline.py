@@ -12,7 +12,8 @@ from torch.fx import Node
 from zerofx.collectives import SINGLE, WAIT
 from zerofx.draw_timeline import draw_timeline
 from zerofx.kernels import Kernel, nbytes, owner, steps
-from zerofx.machine import Machine, ring_bytes
+from zerofx.planning.hardware import Hardware
+from zerofx.planning.networks import ring_bytes
 from zerofx.program import Level, Program, group, tag
 
 COMPUTE = "compute"
@@ -93,7 +94,7 @@ class Timeline:
         draw_timeline(self, Path(path))
 
 
-def timeline(program: Program, machine: Machine) -> Timeline:
+def timeline(program: Program, machine: Hardware) -> Timeline:
     """One step of a program behind its physical passes: the forward and then the backward, or the inference.
 
     Streams are those of PyTorch with NCCL: kernels run one after another on one stream, collectives of a group in the
@@ -120,7 +121,7 @@ def timeline(program: Program, machine: Machine) -> Timeline:
 class _Streams:
     """When each stream is free, and when each collective ends."""
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: Program, machine: Hardware) -> None:
         self.program, self.machine = program, machine
         self.free = {COMPUTE: 0.0}
         self.ends: dict[Node, float] = {}

@@ -10,7 +10,7 @@ import torch
 
 from tests.bench.gpt import GPT, Size, elements
 from zerofx.config import Config
-from zerofx.machine import H100
+from zerofx.planning.hardware import H100
 from zerofx.program import Program
 from zerofx.timeline import timeline
 from zerofx.trace import trace
@@ -36,7 +36,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     found.draw(given.out / "timeline.svg")
     (given.out / "timeline.json").write_text(found.chrome_trace())
-    peak = dict(H100.peak)[torch.bfloat16]
+    peak = H100.peak["bf16"]
     print(
         f"{elements(size) / 1e9:.2f}e9 parameters on {given.ranks} ranks ({H100.name}): "
         f"step {found.step * 1e3:.1f} ms, computation {found.compute * 1e3:.1f} ms, "

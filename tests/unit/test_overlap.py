@@ -11,8 +11,8 @@ import pytest
 from tests.bench.gpt import elements
 from tests.bench.overlap import SEVEN_B, traced
 from zerofx.config import Config
-from zerofx.machine import H100
 from zerofx.manager import Pass, run
+from zerofx.planning.hardware import H100
 from zerofx.program import Level, Program
 from zerofx.recipe import recipe
 from zerofx.timeline import Timeline, timeline

@@ -16,9 +16,9 @@ import torch.nn as nn
 
 from tests.models import GPT, gpt2
 from tests.stage_models import WIDTH, InPlace, Tied, UNet, line_of, run_stages, text_of
-from zerofx.machine import H100
 from zerofx.passes.split_stages import SplitStages, choose_cuts
 from zerofx.pipeline import Pipeline, PipelineError
+from zerofx.planning.hardware import H100
 from zerofx.schedule_check import check_schedule
 from zerofx.schedules import order_of
 from zerofx.stage_graphs import stages_of

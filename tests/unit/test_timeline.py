@@ -11,14 +11,16 @@ import torch
 
 from zerofx.cost import Link
 from zerofx.kernels import Kernel, steps
-from zerofx.machine import H100, Machine, ring_bytes
+from zerofx.planning.hardware import H100, Hardware
+from zerofx.planning.networks import ring_bytes
 from zerofx.program import Level
 from zerofx.text import parse
 from zerofx.timeline import Timeline, timeline
 
 PRODUCT = 2 * 10**3  # FLOP of f32[10, 10] @ f32[10, 10]
 TENSOR = 400  # bytes of f32[10, 10]; a rank of two sends half of them
-TOY = Machine("toy", ((torch.float32, PRODUCT),), 1e30, 1, 1, 0, Link(0, TENSOR / 2))
+LINK = Link(0, TENSOR / 2)
+TOY = Hardware("toy", "", "cuda", 1, 1e30, 1, {"fp32": PRODUCT}, {"fp32": PRODUCT}, 0, 8, 0, LINK, LINK)
 MATRIX = "f32[10, 10]"
 GATHER = f"g: {MATRIX} @ unshard('w') = c10d.all_gather_into_tensor.default(w, 2, 'dp')"
 WAIT = f"whole: {MATRIX} @ unshard('w') = c10d.wait_tensor.default(g)"
@@ -28,7 +30,7 @@ def mm(name: str, left: str, right: str) -> str:
     return f"{name}: {MATRIX} = aten.mm.default({left}, {right})"
 
 
-def run(*lines: str, result: str, machine: Machine = TOY) -> Timeline:
+def run(*lines: str, result: str, machine: Hardware = TOY) -> Timeline:
     """The timeline of an inference on two by two ranks that reads the weights v and w, stored in parts, and x."""
     inputs = f"v: f32[5, 10] @ shard('v'), w: f32[5, 10] @ shard('w'), x: {MATRIX}"
     params = "".join(f"param('{name}', {MATRIX}, dim=0)\n" for name in "vw")
@@ -158,7 +160,9 @@ def test_attention_counts_both_products_and_half_of_them_under_a_causal_mask(cau
 )
 def test_a_rank_sends_what_a_ring_needs(kind: str, sent: float) -> None:
     assert ring_bytes(kind, 800, ranks=8) == sent
-    assert H100.collective_seconds(kind, 800, 8) == H100.link.latency + sent / H100.link.bandwidth
+    steps = 14 if kind == "all_reduce" else 7
+    seconds = H100.collective_latency + steps * H100.intra.latency + sent / H100.intra.bandwidth
+    assert H100.collective_seconds(kind, 800, 8) == pytest.approx(seconds)
     assert ring_bytes(kind, 800, ranks=1) == 0
 
 
