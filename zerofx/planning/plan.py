@@ -1,0 +1,230 @@
+"""`zerofx.plan`: foresees memory, traffic and time of training on a cluster from the graphs that would run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerofx.config import Config, ConfigError
+from zerofx.pipeline import Pipeline
+from zerofx.planning.capture import WHOLE, Asked, Shapes
+from zerofx.planning.hardware import Hardware, load
+from zerofx.planning.rates import peak
+from zerofx.planning.replay import Streams
+from zerofx.planning.report import Plan, StagePlan, Traffic
+from zerofx.planning.steps import Step
+from zerofx.planning.stored import Stored
+from zerofx.planning.tape import Tape
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    batch: Sequence[Any],
+    *,
+    world: int,
+    stage: int = 3,
+    precision: str = "bf16",
+    microbatches: int = 1,
+    pipeline: Pipeline | None = None,
+    tensor: int = 1,
+    recompute: float = 0.0,
+    hardware: str | Hardware = "h100-8x400g",
+    loss_fn: Callable[..., Any] | None = None,
+    persist_below: int = 10_000,
+    bucket_mb: float | None = None,
+    prefetch: int = 1,
+    reduce_dtype: str | None = None,
+) -> Plan:
+    """Foresees one step of `zerofx.train_step` with AdamW: nothing is allocated, and no process group is needed.
+
+    The model is made without data, and its step is captured and rewritten by the passes that `zerofx.compile` would
+    run. Of a model that repeats a block more than a few times, two smaller ones are traced, and what one block more
+    adds is added for the others. Memory counts each tensor from the op that makes it to its last use; not counted is
+    what kernels, allocators, CUDA and NCCL take for themselves. Tensor parallelism is a closed form on top: matrix
+    products, weights and activations are cut in `tensor` parts (Korthikanti et al., "Reducing activation recomputation
+    in large transformer models", 2022, with sequence parallelism), and two all-gathers and two reduce-scatters of a
+    block's input run in each half of a block.
+
+    Args:
+        model_fn: makes the model; its tensors stay on the CPU, without data. A call of the model, or
+            `loss_fn(model, *batch)`, returns the loss.
+        batch: what one rank is given for a step; of tensors only shapes and dtypes are read, so they may be on the
+            meta device.
+        world: ranks in all, of which `tensor` slice layers between them and the pipeline's run its stages.
+        stage: ZeRO's, 0 to 3.
+        precision: `fp32`, `bf16` or `fp16`, of autocast; parameters keep their dtype.
+        microbatches: the parts, of equally many rows, that the batch is run in.
+        pipeline: how the model is cut into stages; its `microbatches` go before.
+        tensor: tensor-parallel ranks.
+        recompute: the share of activations that the backward computes again.
+        hardware: a name, such as h100-8x400g or v100-dgx2, a TOML file, or a Hardware.
+        loss_fn: calls the model by default.
+        persist_below: as in zerofx.compile; so are `bucket_mb`, `prefetch` and `reduce_dtype`.
+        bucket_mb: see there.
+        prefetch: see there.
+        reduce_dtype: see there.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or ranks and micro-batches do not divide.
+        ModelError: the model cannot be sharded, or its step has no backward.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("model_fn", "batch", "loss_fn")}
+    machine = load(hardware)
+    config = Config(
+        stage=stage,
+        precision=precision,
+        recompute=recompute,
+        persist_below=persist_below,
+        bucket_mb=bucket_mb,
+        prefetch=prefetch,
+        reduce_dtype=reduce_dtype,
+    )
+    count = microbatches if pipeline is None else pipeline.microbatches
+    across = 1 if pipeline is None else pipeline.ranks
+    _check(world=world, tensor=tensor, microbatches=count)
+    if world % (tensor * across):
+        _refuse("world", world, f"a multiple of {tensor * across}: {tensor} tensor-parallel times {across} stages' ranks")
+    shapes = Shapes(model_fn, micro_batch(batch, count))
+    backend = "gloo" if machine.device == "cpu" else "nccl"
+    asked = Asked(config, world // (tensor * across), backend, loss_fn)
+    if pipeline is not None:
+        from zerofx.planning.pipelines import plan_pipeline
+
+        return plan_pipeline(shapes, asked, pipeline, tensor, machine, given, rows_of(batch))
+    return _plan(shapes, asked, count, tensor, machine, given, rows_of(batch))
+
+
+def _plan(
+    shapes: Shapes,
+    asked: Asked,
+    count: int,
+    tensor: int,
+    machine: Hardware,
+    given: dict[str, Any],
+    rows: tuple[int, int],
+) -> Plan:
+    stage, dp = asked.config.stage, asked.world
+    stored = Stored.of(shapes.layout(asked), dp, tensor)
+    streams = Streams(machine, dp, stride=tensor)
+    step = Step(machine, streams, stored, shapes.buffers, asked.config.bucket_bytes(asked.backend))
+    tape = shapes.tape(asked)
+    flops = tape.model_flops * count * dp
+    if tensor > 1:
+        from zerofx.planning.tensors import add_collectives, sliced
+
+        tape = sliced(shapes, asked, tape, tensor)
+        add_collectives(shapes, asked, tensor, machine, count, streams)
+    run(step, shapes, asked, tape, count, tensor)
+    streams.now += streams.blocking
+    ranks = (("dp", dp), ("tp", tensor), ("pp", 1))
+    found = stage_plan(0, shapes.blocks, step)
+    return made(shapes, given, machine, ranks, (found,), streams.now, 0.0, flops, asked, rows)
+
+
+def run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
+    """One step of `train_step`: with several micro-batches, stages 1 and 2 gather once, and 0 and 1 reduce once."""
+    stage, stored = asked.config.stage, step.stored
+    if count == 1 or asked.world == 1:
+        step.micro_batches(tape, count, stored.trained)
+    elif stage == 3:
+        step.micro_batches(tape, count, stored.trained)
+    else:
+        if stage:
+            step.gather()
+        if stage == 2:
+            kept = Tape(tape.forward.without("unshard"), tape.backward.without("unshard"))
+            step.micro_batches(kept, count, stored.trained)
+        else:
+            alone = shapes.tape(replace(asked, world=1))
+            if tensor > 1:
+                alone = Tape(alone.forward.sliced(tensor), alone.backward.sliced(tensor))
+            step.micro_batches(alone, count, stored.whole_trained)
+            step.reduce(sharded=bool(stage))
+        step.kept = 0
+    step.gradients = stored.trained
+    step.update()
+
+
+def stage_plan(stage: int, blocks: int, step: Step, idle: float = 0.0) -> StagePlan:
+    """What the ranks of a stage take."""
+    streams = step.streams
+    traffic = tuple(
+        Traffic(axis, kind, streams.collectives[axis, kind], nbytes)
+        for (axis, kind), nbytes in sorted(streams.sent.items())
+    )
+    times = (streams.compute, streams.communication, streams.exposed, idle)
+    return StagePlan(stage, blocks, step.peak, tuple(step.curve), traffic, *times)
+
+
+def made(
+    shapes: Shapes,
+    given: dict[str, Any],
+    machine: Hardware,
+    ranks: tuple[tuple[str, int], ...],
+    stages: tuple[StagePlan, ...],
+    seconds: float,
+    bubble: float,
+    flops: float,
+    asked: Asked,
+    rows: tuple[int, int],
+) -> Plan:
+    """The plan, from what its stages take."""
+    dp = dict(ranks)["dp"]
+    world = dp * dict(ranks)["tp"] * dict(ranks)["pp"]
+    most = world * peak(machine, asked.config.precision or "fp32") * seconds
+    told = tuple((name, value if isinstance(value, (int, float, str)) else str(value)) for name, value in given.items())
+    traced = min(shapes.blocks, WHOLE) if shapes.blocks <= WHOLE else 3
+    return Plan(
+        asked=told,
+        hardware=machine.name,
+        elements=shapes.elements,
+        ranks=ranks,
+        stages=stages,
+        seconds=seconds,
+        bubble=bubble,
+        samples=rows[0] * dp,
+        tokens=rows[1] * dp,
+        flops=flops,
+        mfu=flops / most if most else 0.0,
+        memory_bytes=machine.memory_bytes,
+        traced=(traced, shapes.blocks),
+    )
+
+
+def rows_of(batch: Sequence[Any]) -> tuple[int, int]:
+    """The rows of a batch, and its tokens: elements of the first tensor, if they are integers."""
+    tensors = [leaf for leaf in tree_leaves(list(batch)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or not tensors[0].dim():
+        return 1, 1
+    first = tensors[0]
+    whole_numbers = not first.is_floating_point() and not first.is_complex()
+    return first.shape[0], first.numel() if whole_numbers else first.shape[0]
+
+
+def micro_batch(batch: Sequence[Any], count: int) -> list[Any]:
+    """One of `count` equal parts of a batch. Raises ConfigError where its rows do not divide."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        if tensor.shape[0] % count:
+            _refuse("microbatches", count, f"a divisor of the batch's {tensor.shape[0]} rows")
+        return tensor[: tensor.shape[0] // count]
+
+    found: list[Any] = tree_map_only(torch.Tensor, part, list(batch))
+    return found
+
+
+def _check(**counts: Any) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            _refuse(name, value, "an int, 1 or more")
+
+
+def _refuse(field: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"zerofx.plan({field}={value!r}) is not possible: {field} must be {allowed}")
