@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx import _torch
 from zerofx.check_model import find_owners, refuse_model
@@ -65,6 +65,16 @@ class Shapes:
     def elements(self) -> int:
         return sum(param.whole_bytes // param.dtype.itemsize for param in self.params)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of a micro-batch."""
+        return [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def most_traced(self) -> int:
+        """The blocks of the largest model that was traced."""
+        return max((key[-1] for key in self.tapes), default=0)
+
     def layout(self, asked: Asked) -> Layout:
         """How the parameters are stored."""
         if asked.world == 1:
@@ -86,7 +96,7 @@ class Shapes:
     def program(self, asked: Asked, blocks: int) -> Program:
         """The program of a model with that many of its blocks."""
         with self.mode:
-            model = self._copy(blocks)
+            model = self.copy_of(blocks)
             autocast = PRECISIONS[asked.config.precision] if asked.config.precision else None
             return trace_made(
                 model,
@@ -111,7 +121,7 @@ class Shapes:
             self.tapes[key] = tape_of(program)
         return self.tapes[key]
 
-    def _copy(self, blocks: int) -> nn.Module:
+    def copy_of(self, blocks: int) -> nn.Module:
         """A model of its own with that many blocks."""
         known: dict[int, Any] = {}
         if self.repeats is not None and blocks < self.blocks:

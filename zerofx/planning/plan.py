@@ -12,14 +12,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx.config import Config, ConfigError
 from zerofx.pipeline import Pipeline
-from zerofx.planning.capture import WHOLE, Asked, Shapes
+from zerofx.planning.borders import borders
+from zerofx.planning.capture import Asked, Shapes
 from zerofx.planning.hardware import Hardware, load
+from zerofx.planning.pipelines import plan_stages, run_pipeline
 from zerofx.planning.rates import peak
 from zerofx.planning.replay import Streams
-from zerofx.planning.report import Plan, StagePlan, Traffic
-from zerofx.planning.steps import Step
+from zerofx.planning.report import Plan, StagePlan
+from zerofx.planning.steps import Step, stage_plan
 from zerofx.planning.stored import Stored
 from zerofx.planning.tape import Tape
+from zerofx.planning.tensors import note_exchanges, sliced
 
 
 def plan(
@@ -88,50 +91,61 @@ def plan(
     across = 1 if pipeline is None else pipeline.ranks
     _check(world=world, tensor=tensor, microbatches=count)
     if world % (tensor * across):
-        _refuse("world", world, f"a multiple of {tensor * across}: {tensor} tensor-parallel times {across} stages' ranks")
+        _refuse(
+            "world", world, f"a multiple of {tensor * across}: {tensor} tensor-parallel times {across} stages' ranks"
+        )
     shapes = Shapes(model_fn, micro_batch(batch, count))
-    backend = "gloo" if machine.device == "cpu" else "nccl"
-    asked = Asked(config, world // (tensor * across), backend, loss_fn)
-    if pipeline is not None:
-        from zerofx.planning.pipelines import plan_pipeline
+    asked = Asked(config, world // (tensor * across), "gloo" if machine.device == "cpu" else "nccl", loss_fn)
+    ranks = (("dp", asked.world), ("tp", tensor), ("pp", across))
+    if pipeline is None:
+        tape = shapes.tape(asked)
+        stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
+        bubble = 0.0
+    else:
+        tape = shapes.tape(replace(asked, world=1))
+        run = run_pipeline(shapes, asked, pipeline, tensor, machine)
+        stages, seconds = plan_stages(shapes, asked, run, tensor, machine)
+        bubble = run.simulated.bubble
+    rows, tokens = rows_of(batch)
+    flops = tape.model_flops * count * asked.world
+    most = world * peak(machine, precision) * seconds
+    return Plan(
+        asked=tuple((name, _plain(value)) for name, value in given.items()),
+        hardware=machine.name,
+        elements=shapes.elements,
+        ranks=ranks,
+        stages=stages,
+        seconds=seconds,
+        bubble=bubble,
+        samples=rows * asked.world,
+        tokens=tokens * asked.world,
+        flops=flops,
+        mfu=flops / most,
+        memory_bytes=machine.memory_bytes,
+        traced=(shapes.most_traced, shapes.blocks),
+    )
 
-        return plan_pipeline(shapes, asked, pipeline, tensor, machine, given, rows_of(batch))
-    return _plan(shapes, asked, count, tensor, machine, given, rows_of(batch))
 
-
-def _plan(
-    shapes: Shapes,
-    asked: Asked,
-    count: int,
-    tensor: int,
-    machine: Hardware,
-    given: dict[str, Any],
-    rows: tuple[int, int],
-) -> Plan:
-    stage, dp = asked.config.stage, asked.world
-    stored = Stored.of(shapes.layout(asked), dp, tensor)
-    streams = Streams(machine, dp, stride=tensor)
+def _alone(
+    shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int, machine: Hardware
+) -> tuple[tuple[StagePlan, ...], float]:
+    """What ranks take that are in no pipeline."""
+    stored = Stored.of(shapes.layout(asked), asked.world, tensor)
+    streams = Streams(machine, asked.world, stride=tensor)
     step = Step(machine, streams, stored, shapes.buffers, asked.config.bucket_bytes(asked.backend))
-    tape = shapes.tape(asked)
-    flops = tape.model_flops * count * dp
+    exchanged = 0.0
     if tensor > 1:
-        from zerofx.planning.tensors import add_collectives, sliced
-
-        tape = sliced(shapes, asked, tape, tensor)
-        add_collectives(shapes, asked, tensor, machine, count, streams)
-    run(step, shapes, asked, tape, count, tensor)
-    streams.now += streams.blocking
-    ranks = (("dp", dp), ("tp", tensor), ("pp", 1))
-    found = stage_plan(0, shapes.blocks, step)
-    return made(shapes, given, machine, ranks, (found,), streams.now, 0.0, flops, asked, rows)
+        found = borders(shapes, asked, machine)
+        exchanged = note_exchanges(streams, found, machine, tensor, count * shapes.blocks)
+        tape = sliced(tape, tensor)
+    _run(step, shapes, asked, tape, count, tensor)
+    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
 
 
-def run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
+def _run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
     """One step of `train_step`: with several micro-batches, stages 1 and 2 gather once, and 0 and 1 reduce once."""
     stage, stored = asked.config.stage, step.stored
-    if count == 1 or asked.world == 1:
-        step.micro_batches(tape, count, stored.trained)
-    elif stage == 3:
+    if count == 1 or asked.world == 1 or stage == 3:
         step.micro_batches(tape, count, stored.trained)
     else:
         if stage:
@@ -142,7 +156,7 @@ def run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor
         else:
             alone = shapes.tape(replace(asked, world=1))
             if tensor > 1:
-                alone = Tape(alone.forward.sliced(tensor), alone.backward.sliced(tensor))
+                alone = sliced(alone, tensor)
             step.micro_batches(alone, count, stored.whole_trained)
             step.reduce(sharded=bool(stage))
         step.kept = 0
@@ -150,50 +164,8 @@ def run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor
     step.update()
 
 
-def stage_plan(stage: int, blocks: int, step: Step, idle: float = 0.0) -> StagePlan:
-    """What the ranks of a stage take."""
-    streams = step.streams
-    traffic = tuple(
-        Traffic(axis, kind, streams.collectives[axis, kind], nbytes)
-        for (axis, kind), nbytes in sorted(streams.sent.items())
-    )
-    times = (streams.compute, streams.communication, streams.exposed, idle)
-    return StagePlan(stage, blocks, step.peak, tuple(step.curve), traffic, *times)
-
-
-def made(
-    shapes: Shapes,
-    given: dict[str, Any],
-    machine: Hardware,
-    ranks: tuple[tuple[str, int], ...],
-    stages: tuple[StagePlan, ...],
-    seconds: float,
-    bubble: float,
-    flops: float,
-    asked: Asked,
-    rows: tuple[int, int],
-) -> Plan:
-    """The plan, from what its stages take."""
-    dp = dict(ranks)["dp"]
-    world = dp * dict(ranks)["tp"] * dict(ranks)["pp"]
-    most = world * peak(machine, asked.config.precision or "fp32") * seconds
-    told = tuple((name, value if isinstance(value, (int, float, str)) else str(value)) for name, value in given.items())
-    traced = min(shapes.blocks, WHOLE) if shapes.blocks <= WHOLE else 3
-    return Plan(
-        asked=told,
-        hardware=machine.name,
-        elements=shapes.elements,
-        ranks=ranks,
-        stages=stages,
-        seconds=seconds,
-        bubble=bubble,
-        samples=rows[0] * dp,
-        tokens=rows[1] * dp,
-        flops=flops,
-        mfu=flops / most if most else 0.0,
-        memory_bytes=machine.memory_bytes,
-        traced=(traced, shapes.blocks),
-    )
+def _plain(value: object) -> str | int | float | None:
+    return value if isinstance(value, (int, float, str, type(None))) else str(value)
 
 
 def rows_of(batch: Sequence[Any]) -> tuple[int, int]:

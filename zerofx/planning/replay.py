@@ -32,7 +32,6 @@ class Streams:
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
-    blocking: float = 0.0
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
 

@@ -136,7 +136,9 @@ class Plan:
         where = f" of stage {self.fullest.stage}" if len(self.stages) > 1 else ""
         if self.fits:
             left = self.memory_bytes - self.peak
-            return f"It fits: a rank{where} holds {size(self.peak)} of {size(self.memory_bytes)}, {size(left)} are left."
+            return (
+                f"It fits: a rank{where} holds {size(self.peak)} of {size(self.memory_bytes)}, {size(left)} are left."
+            )
         most = max(CATEGORIES, key=lambda name: int(getattr(self.fullest.peak, name)))
         over = self.peak - self.memory_bytes
         return (

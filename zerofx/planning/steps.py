@@ -8,7 +8,7 @@ import numpy as np
 
 from zerofx.planning.hardware import Hardware
 from zerofx.planning.replay import Streams
-from zerofx.planning.report import Memory, Moment
+from zerofx.planning.report import Memory, Moment, StagePlan, Traffic
 from zerofx.planning.stored import UPDATE, Stored
 from zerofx.planning.tape import ACTIVATIONS, BUCKETS, GRADIENTS, WORKSPACE, Half, Tape
 
@@ -75,6 +75,10 @@ class Step:
     def peak(self) -> Memory:
         return max((moment.memory for moment in self.curve), key=lambda memory: memory.total)
 
+    def hold(self, part: str, gradients: int, activations: int) -> None:
+        """Notes that a part which has run held that much at most."""
+        self._note(part, self._memory(gradients, activations))
+
     def _move(self, kind: str, nbytes: int) -> None:
         """Collectives of a bucket each, one after another."""
         while nbytes > 0:
@@ -104,3 +108,14 @@ class Step:
             buckets=self.kept + buckets,
             workspace=workspace,
         )
+
+
+def stage_plan(stage: int, blocks: int, step: Step, idle: float = 0.0) -> StagePlan:
+    """What the ranks of a stage take."""
+    streams = step.streams
+    traffic = tuple(
+        Traffic(axis, kind, streams.collectives[axis, kind], nbytes)
+        for (axis, kind), nbytes in sorted(streams.sent.items())
+    )
+    times = (streams.compute, streams.communication, streams.exposed, idle)
+    return StagePlan(stage, blocks, step.peak, tuple(step.curve), traffic, *times)

@@ -121,9 +121,7 @@ class Tape:
 
     def deeper(self, next_deeper: Tape, more: int) -> Tape:
         """See `Track.deeper`."""
-        return Tape(
-            self.forward.deeper(next_deeper.forward, more), self.backward.deeper(next_deeper.backward, more)
-        )
+        return Tape(self.forward.deeper(next_deeper.forward, more), self.backward.deeper(next_deeper.backward, more))
 
 
 def tape_of(program: Program) -> Tape:
@@ -223,5 +221,3 @@ def _kind(node: Node) -> str:
 def _whole_bytes(node: Node) -> float:
     gathered: Iterable[Node] = [node] if _kind(node).startswith("all_gather") else node.all_input_nodes
     return float(sum(nbytes(each.meta["val"]) for each in gathered))
-
-
