@@ -147,13 +147,28 @@ class Plan:
         )
 
     def formula(self, name: str) -> Any:
-        """The closed form, in sympy, of `memory`, `flops`, `communication` and others: see zerofx.planning.formulas."""
-        from zerofx.planning import formulas
+        """A closed form, in sympy, for the plan's stage and schedule: `memory` (bytes of parameters, gradients and
+        states in 16-bit training), `activations`, `parameters`, `flops`, `bubble`, `communication` (bytes a
+        data-parallel rank sends), `tensor_communication` or `pipeline_communication`.
 
-        known: Callable[..., Any] | None = getattr(formulas, name, None)
-        if known is None:
-            raise ValueError(f"there is no formula {name!r}: see zerofx.planning.formulas")
-        return known
+        Symbols and sources are those of `zerofx.planning.formulas`. Raises ValueError for another name.
+        """
+        from zerofx.planning import formulas  # sympy is slow to import
+
+        stage = int(dict(self.asked)["stage"])
+        known: dict[str, Callable[[], Any]] = {
+            "memory": lambda: formulas.model_states(stage),
+            "activations": formulas.activations,
+            "parameters": formulas.parameters,
+            "flops": formulas.flops,
+            "bubble": formulas.bubble,
+            "communication": lambda: formulas.data_bytes(stage),
+            "tensor_communication": formulas.tensor_bytes,
+            "pipeline_communication": formulas.pipeline_bytes,
+        }
+        if name not in known:
+            raise ValueError(f"there is no formula {name!r}: take one of {', '.join(known)}")
+        return known[name]()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, default=str)
