@@ -49,7 +49,7 @@ def _flops(width: int, dtype: torch.dtype) -> float:
 
 
 def measured_hardware(width: int) -> Hardware:
-    """This machine: what matrix products of the model's width, passes over memory, and collectives take."""
+    """What matrix products of the model's width, passes over memory, and collectives take."""
     link = tune()
     rates = {name: _flops(width, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
     source, target = torch.randn(COPIED), torch.empty(COPIED)

@@ -133,6 +133,7 @@ def _alone(
     stored = Stored.of(shapes.layout(asked), asked.world, tensor)
     streams = Streams(machine, asked.world, stride=tensor)
     step = Step(machine, streams, stored, shapes.buffers, asked.config.bucket_bytes(asked.backend))
+    step.waiting = (count - 1) * sum(each.nbytes for each in shapes.tensors)
     exchanged = 0.0
     if tensor > 1:
         found = borders(shapes, asked, machine)
@@ -151,12 +152,11 @@ def _run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tenso
         if stage:
             step.gather()
         if stage == 2:
-            kept = Tape(tape.forward.without("unshard"), tape.backward.without("unshard"))
-            step.micro_batches(kept, count, stored.trained)
+            whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
+            kept = whole.scattered(stored.trained / max(1, stored.whole_trained))
+            step.micro_batches(sliced(kept, tensor), count, stored.trained)
         else:
-            alone = shapes.tape(replace(asked, world=1))
-            if tensor > 1:
-                alone = sliced(alone, tensor)
+            alone = sliced(shapes.tape(replace(asked, world=1)), tensor)
             step.micro_batches(alone, count, stored.whole_trained)
             step.reduce(sharded=bool(stage))
         step.kept = 0

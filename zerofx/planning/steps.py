@@ -20,7 +20,11 @@ SIMULATED = 3
 
 @dataclass
 class Step:
-    """Runs the parts of a step in order, and keeps what a rank holds when."""
+    """Runs the parts of a step in order, and keeps what a rank holds when.
+
+    `gradients` are the bytes of those that wait, `kept` of parameters that stay gathered, and `waiting` of the other
+    micro-batches.
+    """
 
     hardware: Hardware
     streams: Streams
@@ -30,11 +34,12 @@ class Step:
     curve: list[Moment] = field(default_factory=list)
     gradients: int = 0
     kept: int = 0
+    waiting: int = 0
 
     def gather(self) -> None:
         """Gathers all parameters, to be kept for the step."""
-        self._move("all_gather", self.stored.whole)
-        self.kept = self.stored.whole
+        self._move("all_gather", self.stored.gathered)
+        self.kept = self.stored.gathered
         self._note("gather", self._memory())
 
     def micro_batches(self, tape: Tape, count: int, grown: int) -> None:
@@ -57,7 +62,6 @@ class Step:
 
     def reduce(self, sharded: bool) -> None:
         """Reduces the gradients that have waited, whole ones into parts if `sharded`."""
-        self.kept = 0
         self._note("reduce", self._memory(buckets=min(self.bucket, self.gradients)))
         self._move("reduce_scatter" if sharded else "all_reduce", self.gradients)
         self.gradients = self.stored.trained
@@ -104,7 +108,7 @@ class Step:
             parameters=self.stored.params + self.buffers,
             gradients=self.gradients + gradients,
             states=self.stored.states,
-            activations=activations,
+            activations=self.waiting + activations,
             buckets=self.kept + buckets,
             workspace=workspace,
         )

@@ -16,12 +16,15 @@ UPDATE = 7
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes: the first data-parallel rank's parts of parameters and of those that are trained, and whole ones."""
+    """Bytes: the first data-parallel rank's parts of parameters and of those that are trained; whole ones, and whole
+    ones of those that are stored in parts.
+    """
 
     params: int
     trained: int
     whole: int
     whole_trained: int
+    gathered: int
 
     @property
     def states(self) -> int:
@@ -30,7 +33,7 @@ class Stored:
     @classmethod
     def of(cls, params: Iterable[ParamLayout], world: int, tensor: int = 1) -> Stored:
         """Those of parameters over `world` data-parallel ranks, matrices sliced over `tensor` ranks before."""
-        parts = [0, 0, 0, 0]
+        parts = [0, 0, 0, 0, 0]
         for param in params:
             slices = tensor if len(param.size) > 1 else 1
             local = prod(param.local_size(world, 0)) * param.dtype.itemsize // slices
@@ -40,5 +43,6 @@ class Stored:
                 parts[1] + local * param.requires_grad,
                 parts[2] + whole,
                 parts[3] + whole * param.requires_grad,
+                parts[4] + whole * (param.dim is not None),
             ]
         return cls(*parts)

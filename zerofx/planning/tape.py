@@ -84,10 +84,15 @@ class Half:
         found[:, ACTIVATIONS] += self.held
         return found
 
-    def without(self, *roles: str) -> Half:
-        """The half in which what has one of these roles, such as gathers of what is gathered already, takes nothing."""
-        memory = _silent(self.memory, roles, slice(0, len(KINDS)))
-        return Half(memory, _silent(self.time, roles, slice(FLOPS, WAITED)), self.held)
+    def scattered(self, share: float) -> Half:
+        """The half in which gradients are reduce-scattered in place of all-reduced: `share` of their bytes stays."""
+        memory = self.memory.rows.copy()
+        memory[:, GRADIENTS] *= share
+        keys = [
+            ("send", key[1], "reduce_scatter", key[3]) if key[0] == "send" and key[1] == "reduce_grad" else key
+            for key in self.time.keys
+        ]
+        return Half(Track(self.memory.keys, memory), Track(tuple(keys), self.time.rows), self.held)
 
     def sliced(self, parts: int) -> Half:
         """The half of a rank that computes and holds one of that many parts of everything."""
@@ -101,15 +106,9 @@ class Half:
         return float(self.time.rows[:, FLOPS].sum())
 
 
-def _silent(track: Track, roles: Sequence[str], columns: slice) -> Track:
-    rows = track.rows.copy()
-    rows[[key[1] in roles for key in track.keys], columns] = 0
-    return Track(track.keys, rows)
-
-
 @dataclass(frozen=True)
 class Tape:
-    """The two halves of one micro-batch, of which the first one leaves `saved` bytes for the second."""
+    """The two halves of one micro-batch."""
 
     forward: Half
     backward: Half
@@ -122,6 +121,10 @@ class Tape:
     def deeper(self, next_deeper: Tape, more: int) -> Tape:
         """See `Track.deeper`."""
         return Tape(self.forward.deeper(next_deeper.forward, more), self.backward.deeper(next_deeper.backward, more))
+
+    def scattered(self, share: float) -> Tape:
+        """See `Half.scattered`."""
+        return Tape(self.forward.scattered(share), self.backward.scattered(share))
 
 
 def tape_of(program: Program) -> Tape:
