@@ -12,6 +12,8 @@ from zerofx.loading import Loaded, load
 from zerofx.manifest import CheckpointError
 from zerofx.parallel import Mesh
 from zerofx.pipeline import Pipeline, PipelineError
+from zerofx.planning.plan import plan
+from zerofx.planning.report import Plan
 from zerofx.publish import latest
 from zerofx.saving import save
 from zerofx.scaling import DynamicLossScale, LossScaleError
@@ -27,6 +29,7 @@ __all__ = [
     "Mesh",
     "Pipeline",
     "PipelineError",
+    "Plan",
     "RankMismatchError",
     "Saving",
     "clip_grad_norm_",
@@ -37,6 +40,7 @@ __all__ = [
     "latest",
     "load",
     "pipeline_report",
+    "plan",
     "save",
     "train_step",
 ]

@@ -13,6 +13,7 @@ from zerofx.config import STAGES, Config
 from zerofx.doctor import doctor
 from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
+from zerofx.planning import command as plan_command
 from zerofx.recipe import recipe
 from zerofx.tune import tune
 from zerofx.weights import export_weights, import_weights
@@ -56,6 +57,7 @@ def main() -> None:
     into = commands.add_parser("import", help="make a checkpoint of safetensors or of a plain state dict")
     into.add_argument("source", type=Path, help="a file, or a folder of Hugging Face's")
     into.add_argument("checkpoint", type=Path)
+    plan_command.add_arguments(commands.add_parser("plan", help="foresee memory, traffic and time on a cluster"))
     arguments = parser.parse_args()
     command = arguments.command
     try:
@@ -67,6 +69,8 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     if command in ("export", "import"):
         return
+    if command == "plan":
+        parser.exit(plan_command.run(arguments))
     if command == "passes":
         print(pass_table())
     elif command == "doctor":

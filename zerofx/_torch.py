@@ -20,8 +20,6 @@ from torch._dynamo.exc import BackendCompilerFailed as _BackendCompilerFailed
 from torch._dynamo.source import ConstantSource as _ConstantSource
 from torch._functorch._aot_autograd import descriptors as _desc
 from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_simplified
-from torch._inductor.compile_fx import compile_fx as _compile_fx
-from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
@@ -276,6 +274,13 @@ class _Infer(CustomGraphPass):
         return str, (self._uuid,)  # the compile caches make their keys of what is pickled: of nothing but the uuid
 
 
+def inductor_module() -> Any:
+    """Inductor's entry, which is slow to import, and needed by this backend alone."""
+    from torch._inductor import compile_fx
+
+    return compile_fx
+
+
 def inductor_compile(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -302,17 +307,18 @@ def inductor_compile(
         def inner(graph: GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_backward"):
                 return backward_compiler(graph, given)
-            return _compile_fx_inner(graph, given, **kwargs)
+            return inductor_module().compile_fx_inner(graph, given, **kwargs)
 
         options["inner_compile"] = inner
     with _backward_as_eager():
-        return cast("Callable[..., Any]", _compile_fx(gm, inputs, config_patches=patches, **options))
+        compile_fx = inductor_module().compile_fx
+        return cast("Callable[..., Any]", compile_fx(gm, inputs, config_patches=patches, **options))
 
 
 def inductor_graph(gm: GraphModule) -> Callable[..., Any]:
     """Compiles a graph of aten ops with Inductor; it takes its inputs as one list, which it may empty."""
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    compiled = _compile_fx_inner(gm, inputs)
+    compiled = inductor_module().compile_fx_inner(gm, inputs)
     return boxed(lambda args: compiled(args))
 
 

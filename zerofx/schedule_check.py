@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,12 +133,16 @@ def _can_go_on(kind: str, stage: int, part: int, pipeline: Pipeline, done: set[t
     return ("SEND_F" if kind == FORWARD else "SEND_B", neighbour, part) in done
 
 
-def simulate(pipeline: Pipeline, order: Order) -> Simulated:
-    """Runs an order, each rank as early as it can, where what is sent is there at once.
+def simulate(
+    pipeline: Pipeline, order: Order, seconds_of: Callable[[Action], float] | None = None, message: float = 0.0
+) -> Simulated:
+    """Runs an order, each rank as early as it can, where what is sent is there after `message` seconds.
 
+    `seconds_of` says how long an action takes; by default stages take equally long, a backward two forwards.
     Raises ScheduleError where no rank can go on.
     """
     ranks = len(order)
+    takes = seconds_of or (lambda action: DURATIONS[action.kind])
     done: dict[Action, float] = {}
     free, at = [0.0] * ranks, [0] * ranks
     placed: list[list[Placed]] = [[] for _ in order]
@@ -152,8 +156,9 @@ def simulate(pipeline: Pipeline, order: Order) -> Simulated:
                 needs = list(_needs(action, pipeline.stages, done))
                 if not all(need in done for need in needs):
                     break
-                start = max([free[rank], *(done[need] for need in needs)])
-                free[rank] = done[action] = start + DURATIONS[action.kind]
+                arrived = (done[n] + (message if pipeline.rank_of(n.stage) != rank else 0.0) for n in needs)
+                start = max([free[rank], *arrived])
+                free[rank] = done[action] = start + takes(action)
                 placed[rank].append(Placed(action, start, free[rank]))
                 flying[action.stage] += {FORWARD: 1, INPUT: 0}.get(action.kind, -1)
                 most[action.stage] = max(most[action.stage], flying[action.stage])
@@ -162,7 +167,7 @@ def simulate(pipeline: Pipeline, order: Order) -> Simulated:
         if left == before:
             raise ScheduleError(_deadlock(pipeline, order, at, done, placed))
     seconds = max(free, default=0.0)
-    busy = sum(DURATIONS[action.kind] for actions in order for action in actions)
+    busy = sum(takes(action) for actions in order for action in actions)
     bubble = 1 - busy / (ranks * seconds) if seconds else 0.0
     in_flight = tuple(most[stage] for stage in range(pipeline.stages))
     return Simulated(tuple(map(tuple, placed)), seconds, bubble, in_flight, closed_form(pipeline))

@@ -17,6 +17,7 @@ from zerofx import _torch
 from zerofx.capture import Capture
 from zerofx.check_model import find_owners, refuse_model
 from zerofx.config import Config, ModelError
+from zerofx.decide import Decision
 from zerofx.layout import Layout, rows_at
 from zerofx.mesh import Mesh
 from zerofx.ops import REPLICATED, unshard
@@ -48,34 +49,53 @@ def trace(
     Raises what torch.compile with fullgraph=True raises where the step is no single graph, and ModelError for a model
     that cannot be sharded.
     """
-    captures: list[_Traced] = []
     with _torch.fake_tensors():
-        model, inputs = model_fn(), tree_map_only(torch.Tensor, _on_cpu, list(example_inputs))
-        refuse_model(model)
-        if elsewhere := sorted({str(t.device) for t in model.state_dict().values()} - {"cpu"}):
-            raise ModelError(
-                f"model_fn made tensors on {', '.join(elsewhere)}: they have no data anyway, leave them on cpu"
-            )
-        owners = find_owners(model, [])
-        names = {id(owner.param): owner.layout.name for owner in owners}
-        mesh, layout = Mesh.of(dp=world), Layout(tuple(owner.layout for owner in owners))
-        if world > 1:
-            layout = choose_layout(layout, world, config.stage, config.persist_below)
-            names = _shard(model, owners, layout, mesh)
+        model, inputs = model_fn(), tree_map_only(torch.Tensor, on_cpu, list(example_inputs))
+        return trace_made(model, inputs, config, world, backend, loss_fn=loss_fn, autocast=autocast)
 
-        def graph_backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-            params = {place: names[id(value)] for place, value in enumerate(given) if id(value) in names}
-            capture = _Traced(params, passes_of(config, backend), mesh, layout, rank=0, in_parts=world > 1)
-            captures.append(capture)
-            _torch.aot_compile(gm, given, _as_it_is, capture.infer_whole, capture.partition)
-            return gm.forward
 
-        def step(*batch: Any) -> Any:
-            with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-                return model(*batch) if loss_fn is None else loss_fn(model, *batch)
+def trace_made(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    config: Config,
+    world: int,
+    backend: str = "nccl",
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Program:
+    """The same for a model and inputs that have no data, inside the mode in which they were made.
 
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **_torch.own_limit()}
-        torch.compile(_torch.own_code(step), backend=graph_backend, **options)(*inputs)
+    The model's parameters are replaced by their parts.
+    """
+    captures: list[_Traced] = []
+    refuse_model(model)
+    if elsewhere := sorted({str(t.device) for t in model.state_dict().values()} - {"cpu"}):
+        raise ModelError(
+            f"model_fn made tensors on {', '.join(elsewhere)}: they have no data anyway, leave them on cpu"
+        )
+    owners = find_owners(model, [])
+    names = {id(owner.param): owner.layout.name for owner in owners}
+    mesh, layout = Mesh.of(dp=world), Layout(tuple(owner.layout for owner in owners))
+    if world > 1:
+        layout = choose_layout(layout, world, config.stage, config.persist_below)
+        names = _shard(model, owners, layout, mesh)
+
+    def graph_backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        params = {place: names[id(value)] for place, value in enumerate(given) if id(value) in names}
+        decision = Decision(recompute=config.recompute or 0.0)
+        order = passes_of(config, backend)
+        capture = _Traced(params, order, mesh, layout, 0, decision, in_parts=world > 1)
+        captures.append(capture)
+        _torch.aot_compile(gm, given, _as_it_is, capture.infer_whole, capture.partition)
+        return gm.forward
+
+    def step(*batch: Any) -> Any:
+        with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+            return model(*batch) if loss_fn is None else loss_fn(model, *batch)
+
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **_torch.own_limit()}
+    torch.compile(_torch.own_code(step), backend=graph_backend, **options)(*inputs)
     (capture,) = captures
     assert capture.program is not None
     return capture.program
@@ -131,7 +151,7 @@ def _as_it_is(gm: GraphModule, _: Any) -> GraphModule:
     return gm
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without data of the same shape, strides and dtype."""
     size, stride = tuple(tensor.shape), tensor.stride()
     return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)

@@ -1,0 +1,202 @@
+"""`zerofx.plan`: foresees memory, traffic and time of training on a cluster from the graphs that would run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerofx.config import Config, ConfigError
+from zerofx.pipeline import Pipeline
+from zerofx.planning.borders import borders
+from zerofx.planning.capture import Asked, Shapes
+from zerofx.planning.hardware import Hardware, load
+from zerofx.planning.pipelines import plan_stages, run_pipeline
+from zerofx.planning.rates import peak
+from zerofx.planning.replay import Streams
+from zerofx.planning.report import Plan, StagePlan
+from zerofx.planning.steps import Step, stage_plan
+from zerofx.planning.stored import Stored
+from zerofx.planning.tape import Tape
+from zerofx.planning.tensors import note_exchanges, sliced
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    batch: Sequence[Any],
+    *,
+    world: int,
+    stage: int = 3,
+    precision: str = "bf16",
+    microbatches: int = 1,
+    pipeline: Pipeline | None = None,
+    tensor: int = 1,
+    recompute: float = 0.0,
+    hardware: str | Hardware = "h100-8x400g",
+    loss_fn: Callable[..., Any] | None = None,
+    persist_below: int = 10_000,
+    bucket_mb: float | None = None,
+    prefetch: int = 1,
+    reduce_dtype: str | None = None,
+) -> Plan:
+    """Foresees one step of `zerofx.train_step` with AdamW: nothing is allocated, and no process group is needed.
+
+    The model is made without data, and its step is captured and rewritten by the passes that `zerofx.compile` would
+    run. Of a model that repeats a block more than a few times, two smaller ones are traced, and what one block more
+    adds is added for the others. Memory counts each tensor from the op that makes it to its last use; not counted is
+    what kernels, allocators, CUDA and NCCL take for themselves. Tensor parallelism is a closed form on top: matrix
+    products, weights and activations are cut in `tensor` parts (Korthikanti et al., "Reducing activation recomputation
+    in large transformer models", 2022, with sequence parallelism), and two all-gathers and two reduce-scatters of a
+    block's input run in each half of a block.
+
+    Args:
+        model_fn: makes the model; its tensors stay on the CPU, without data. A call of the model, or
+            `loss_fn(model, *batch)`, returns the loss.
+        batch: what one rank is given for a step; of tensors only shapes and dtypes are read, so they may be on the
+            meta device.
+        world: ranks in all, of which `tensor` slice layers between them and the pipeline's run its stages.
+        stage: ZeRO's, 0 to 3.
+        precision: `fp32`, `bf16` or `fp16`, of autocast; parameters keep their dtype.
+        microbatches: the parts, of equally many rows, that the batch is run in.
+        pipeline: how the model is cut into stages; its `microbatches` go before.
+        tensor: tensor-parallel ranks.
+        recompute: the share of activations that the backward computes again.
+        hardware: a name, such as h100-8x400g or v100-dgx2, a TOML file, or a Hardware.
+        loss_fn: calls the model by default.
+        persist_below: as in zerofx.compile; so are `bucket_mb`, `prefetch` and `reduce_dtype`.
+        bucket_mb: see there.
+        prefetch: see there.
+        reduce_dtype: see there.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or ranks and micro-batches do not divide.
+        ModelError: the model cannot be sharded, or its step has no backward.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("model_fn", "batch", "loss_fn")}
+    machine = load(hardware)
+    config = Config(
+        stage=stage,
+        precision=precision,
+        recompute=recompute,
+        persist_below=persist_below,
+        bucket_mb=bucket_mb,
+        prefetch=prefetch,
+        reduce_dtype=reduce_dtype,
+    )
+    count = microbatches if pipeline is None else pipeline.microbatches
+    across = 1 if pipeline is None else pipeline.ranks
+    _check(world=world, tensor=tensor, microbatches=count)
+    if world % (tensor * across):
+        _refuse(
+            "world", world, f"a multiple of {tensor * across}: {tensor} tensor-parallel times {across} stages' ranks"
+        )
+    shapes = Shapes(model_fn, micro_batch(batch, count))
+    asked = Asked(config, world // (tensor * across), "gloo" if machine.device == "cpu" else "nccl", loss_fn)
+    ranks = (("dp", asked.world), ("tp", tensor), ("pp", across))
+    if pipeline is None:
+        tape = shapes.tape(asked)
+        stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
+        bubble = 0.0
+    else:
+        tape = shapes.tape(replace(asked, world=1))
+        run = run_pipeline(shapes, asked, pipeline, tensor, machine)
+        stages, seconds = plan_stages(shapes, asked, run, tensor, machine)
+        bubble = run.simulated.bubble
+    rows, tokens = rows_of(batch)
+    flops = tape.model_flops * count * asked.world
+    most = world * peak(machine, precision) * seconds
+    return Plan(
+        asked=tuple((name, _plain(value)) for name, value in given.items()),
+        hardware=machine.name,
+        elements=shapes.elements,
+        ranks=ranks,
+        stages=stages,
+        seconds=seconds,
+        bubble=bubble,
+        samples=rows * asked.world,
+        tokens=tokens * asked.world,
+        flops=flops,
+        mfu=flops / most,
+        memory_bytes=machine.memory_bytes,
+        traced=(shapes.most_traced, shapes.blocks),
+    )
+
+
+def _alone(
+    shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int, machine: Hardware
+) -> tuple[tuple[StagePlan, ...], float]:
+    """What ranks take that are in no pipeline."""
+    stored = Stored.of(shapes.layout(asked), asked.world, tensor)
+    streams = Streams(machine, asked.world, stride=tensor)
+    step = Step(machine, streams, stored, shapes.buffers, asked.config.bucket_bytes(asked.backend))
+    step.waiting = (count - 1) * sum(each.nbytes for each in shapes.tensors)
+    exchanged = 0.0
+    if tensor > 1:
+        found = borders(shapes, asked, machine)
+        exchanged = note_exchanges(streams, found, machine, tensor, count * shapes.blocks)
+        tape = sliced(tape, tensor)
+    _run(step, shapes, asked, tape, count, tensor)
+    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
+
+
+def _run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
+    """One step of `train_step`: with several micro-batches, stages 1 and 2 gather once, and 0 and 1 reduce once."""
+    stage, stored = asked.config.stage, step.stored
+    if count == 1 or asked.world == 1 or stage == 3:
+        step.micro_batches(tape, count, stored.trained)
+    else:
+        if stage:
+            step.gather()
+        if stage == 2:
+            whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
+            kept = whole.scattered(stored.trained / max(1, stored.whole_trained))
+            step.micro_batches(sliced(kept, tensor), count, stored.trained)
+        else:
+            alone = sliced(shapes.tape(replace(asked, world=1)), tensor)
+            step.micro_batches(alone, count, stored.whole_trained)
+            step.reduce(sharded=bool(stage))
+        step.kept = 0
+    step.gradients = stored.trained
+    step.update()
+
+
+def _plain(value: object) -> str | int | float | None:
+    return value if isinstance(value, (int, float, str, type(None))) else str(value)
+
+
+def rows_of(batch: Sequence[Any]) -> tuple[int, int]:
+    """The rows of a batch, and its tokens: elements of the first tensor, if they are integers."""
+    tensors = [leaf for leaf in tree_leaves(list(batch)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or not tensors[0].dim():
+        return 1, 1
+    first = tensors[0]
+    whole_numbers = not first.is_floating_point() and not first.is_complex()
+    return first.shape[0], first.numel() if whole_numbers else first.shape[0]
+
+
+def micro_batch(batch: Sequence[Any], count: int) -> list[Any]:
+    """One of `count` equal parts of a batch. Raises ConfigError where its rows do not divide."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        if tensor.shape[0] % count:
+            _refuse("microbatches", count, f"a divisor of the batch's {tensor.shape[0]} rows")
+        return tensor[: tensor.shape[0] // count]
+
+    found: list[Any] = tree_map_only(torch.Tensor, part, list(batch))
+    return found
+
+
+def _check(**counts: Any) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            _refuse(name, value, "an int, 1 or more")
+
+
+def _refuse(field: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"zerofx.plan({field}={value!r}) is not possible: {field} must be {allowed}")
