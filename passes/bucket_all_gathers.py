@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -11,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zerofx.buckets import BYTES, grouped, nbytes
+from zerofx.collectives import chunk_steps
 from zerofx.edit import call_before
 from zerofx.program import Invariant, Level, Program, Tag, group, source, tag
 
@@ -53,7 +53,7 @@ def _key(node: Node) -> tuple[Any, ...]:
 def _merge(graph: Graph, bucket: list[Node]) -> None:
     first = bucket[0]
     for gather in bucket[1:]:
-        for step in reversed(list(_inputs(gather))):
+        for step in chunk_steps(gather):
             first.prepend(step)
     params = tuple(name for gather in bucket for name in cast(Tag, tag(gather)).params)
     args = ([source(gather) for gather in bucket], *first.args[1:])
@@ -63,11 +63,3 @@ def _merge(graph: Graph, bucket: list[Node]) -> None:
         gather.replace_all_uses_with(part)
     for gather in bucket:
         graph.erase_node(gather)
-
-
-def _inputs(gather: Node) -> Iterator[Node]:
-    """What makes the chunk of the stored part, last node first: it reads nothing else, so it can be moved up."""
-    node = source(gather)
-    while node.op == "call_function":
-        yield node
-        node = source(node)

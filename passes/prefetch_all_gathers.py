@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from zerofx.collectives import first_wait, issued
+from zerofx.collectives import chunk_steps, first_wait, issued
 from zerofx.program import Invariant, Level, Program, output_node
 
 
@@ -35,25 +34,15 @@ class PrefetchAllGathers:
             waits = [first_wait(gather) for gather in gathers]
             places = [_beginning(graph, gathers[: self.ahead])] * self.ahead + waits
             for gather, place in zip(gathers, places, strict=False):
-                for node in (*reversed(list(_inputs(gather))), gather):
+                for node in (*chunk_steps(gather), gather):
                     place.prepend(node)
 
 
 def _beginning(graph: Graph, first: list[Node]) -> Node:
     """The first node that is neither an input nor part of the first gathers."""
-    own = {*first, *(step for gather in first for step in _inputs(gather))}
+    own = {*first, *(step for gather in first for step in chunk_steps(gather))}
     node = output_node(graph)
     for other in reversed(graph.nodes):
         if other.op not in ("placeholder", "get_attr") and other not in own:
             node = other
     return node
-
-
-def _inputs(gather: Node) -> Iterator[Node]:
-    """What makes the chunks of stored parts, last node first: it reads nothing else."""
-    todo = gather.all_input_nodes
-    while todo:
-        node = todo.pop()
-        if node.op == "call_function":
-            yield node
-            todo += node.all_input_nodes

@@ -9,6 +9,7 @@ import pytest
 
 from tests.pool import ENVIRONMENT, Pool
 
+pytest_plugins = ["zerofx.testing", "pytester"]
 MOST_WORKERS = 9
 
 for _name, _value in ENVIRONMENT.items():
@@ -16,7 +17,6 @@ for _name, _value in ENVIRONMENT.items():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--bless", action="store_true", help="write the golden files from what the passes print now")
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take minutes")
 
 

@@ -5,6 +5,7 @@ from zerofx.api import compile
 from zerofx.background import Saving
 from zerofx.clip import clip_grad_norm_
 from zerofx.decide import MemoryLimitError
+from zerofx.deepspeed import FromDeepSpeed, from_deepspeed
 from zerofx.evaluate import eval_step
 from zerofx.full_params import full_params
 from zerofx.inspection import inspect
@@ -19,10 +20,12 @@ from zerofx.saving import save
 from zerofx.scaling import DynamicLossScale, LossScaleError
 from zerofx.stage_report import pipeline_report
 from zerofx.step import train_step
+from zerofx.tensorboard import TensorBoard
 
 __all__ = [
     "CheckpointError",
     "DynamicLossScale",
+    "FromDeepSpeed",
     "Loaded",
     "LossScaleError",
     "MemoryLimitError",
@@ -32,9 +35,11 @@ __all__ = [
     "Plan",
     "RankMismatchError",
     "Saving",
+    "TensorBoard",
     "clip_grad_norm_",
     "compile",
     "eval_step",
+    "from_deepspeed",
     "full_params",
     "inspect",
     "latest",

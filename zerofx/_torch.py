@@ -14,6 +14,7 @@ import torch
 import torch._dynamo as _dynamo
 import torch._functorch.config as _functorch_config
 import torch._inductor.config as _inductor_config
+import torch.autograd.profiler as _autograd_profiler
 import torch.distributed.distributed_c10d as _c10d
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as _BackendCompilerFailed
@@ -23,6 +24,7 @@ from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_s
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
+from torch._logging import trace_structured as _trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -505,3 +507,13 @@ def wait_for(runtime: PipelineRuntime, forward: bool, stage: int, microbatch: in
     works = runtime.fwd_recv_ops if forward else runtime.bwd_recv_ops
     if (stage, microbatch) in works:
         _schedules._wait_batch_p2p(works.pop((stage, microbatch)))
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Writes a text into the structured trace (TORCH_TRACE, tlparse), if there is one."""
+    _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records."""
+    return bool(_autograd_profiler._is_profiler_enabled)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.autograd.profiler import record_function
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zerofx import _torch
 from zerofx.capture import Capture, has_markers
 from zerofx.collectives import P2P
+from zerofx.naming import range_name
 
 Compiled = Callable[..., Any]
 
@@ -36,14 +38,26 @@ def run_alone(graph: Graph, root: Any = None) -> Compiled:
     return _runner(GraphModule({} if root is None else root, graph))
 
 
+class _Ranges(Interpreter):
+    """Tells the profiler which parameters a collective, or a wait for one, is for."""
+
+    def run_node(self, node: Node) -> Any:
+        name = range_name(node) if node.op == "call_function" else None
+        if name is None:
+            return super().run_node(node)
+        with record_function(name):
+            return super().run_node(node)
+
+
 def _runner(graph_module: GraphModule, _: Any = None) -> Compiled:
     interpreter = Interpreter(graph_module)
 
     def run(args: list[Any]) -> Any:
+        chosen = _Ranges(graph_module) if _torch.is_profiling() else interpreter
         try:
-            return interpreter.boxed_run(args)
+            return chosen.boxed_run(args)
         finally:
-            interpreter.env.clear()  # it would hold the results until its next run
+            chosen.env.clear()  # it would hold the results until its next run
 
     return _torch.boxed(run)
 

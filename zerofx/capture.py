@@ -94,6 +94,11 @@ class Capture:
         self.steps += run(program, self.passes)
         self._localise(program)
 
+    def write_artifacts(self, graph: int) -> None:
+        """Writes the program as captured and after each pass where TORCH_TRACE collects such texts, for tlparse."""
+        for number, step in enumerate(self.steps):
+            _torch.trace_artifact(f"zerofx_graph_{graph}_{number:02}_{step.name}", step.text)
+
     def run_alone(self, program: Program) -> None:
         """Runs the physical passes on a program of one graph that no model was traced for."""
         (self.kind,) = program.graphs

@@ -69,6 +69,17 @@ def issued(graph: Graph, role: str) -> list[Node]:
     ]
 
 
+def chunk_steps(gather: Node) -> list[Node]:
+    """What makes the chunks that a gather or a bucket of gathers sends, in order: it reads nothing but stored parts."""
+    todo, found = list(gather.all_input_nodes), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return sorted(found)
+
+
 def first_wait(node: Node) -> Node:
     """The first node that waits for a collective, or for a member of a bucket."""
     members = list(node.users) if is_bucket(node) else [node]

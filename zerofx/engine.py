@@ -133,6 +133,7 @@ class Engine:
         self.refuse_new_parameters()
         with compiling(self.group):
             capture, compiled = self._compile(gm, inputs)
+        capture.write_artifacts(len(self.captures) - 1)
         if self.mesh.world > 1 and capture.steps:  # no pass runs on a graph without parameters
             where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
             compiled = noted(compiled, self._halves(capture, where), self.group)

@@ -57,7 +57,8 @@ class Collectives:
             cells = (str(row.graph), row.part, row.kind, row.role, params, row.dtype, row.group, f"{row.bytes_sent:,}")
             table.add_row(*cells)
         padding = self.bytes_sent - self.bound
-        table.caption = f"{self.bytes_sent:,} bytes sent by each rank; bound {self.bound:,}, padding {padding:,}"
+        beside = f"padding {padding:,}" if padding >= 0 else f"{-padding:,} below the bound"
+        table.caption = f"{self.bytes_sent:,} bytes sent by each rank; bound {self.bound:,}, {beside}"
         console = Console(width=140, record=True, file=io.StringIO())
         console.print(table)
         return console.export_text()
@@ -115,13 +116,8 @@ class Inspection:
         bound = 0
         for graph in self.graphs:
             program = read(graph.steps[-1].text)
-            rows += [
-                _collective(graph.index, part.name, line, program, names)
-                for names in graph.blocks
-                for part in program.graphs
-                for line in part.sent
-                if line.role
-            ]
+            for names in graph.blocks:
+                rows += program_collectives(program, graph.index, names)
             bound += _bound(graph) * len(graph.blocks)
         return Collectives(tuple(rows), bound)
 
@@ -146,6 +142,18 @@ def inspect(model: nn.Module) -> Inspection:
         raise ValueError("nothing has been captured yet: call the model once")
     captures = enumerate(capture for capture in engine.captures if capture.steps)
     return Inspection([Graph(index, capture.kind, tuple(capture.steps), capture.blocks) for index, capture in captures])
+
+
+def program_collectives(
+    program: ProgramText, graph: int = 0, names: Mapping[str, str] | None = None
+) -> list[Collective]:
+    """The collectives of a program's parameters and gradients, which `names` calls otherwise."""
+    return [
+        _collective(graph, part.name, line, program, names or {})
+        for part in program.graphs
+        for line in part.sent
+        if line.role
+    ]
 
 
 def _collective(graph: int, part: str, line: Line, program: ProgramText, names: Mapping[str, str]) -> Collective:

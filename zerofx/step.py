@@ -47,6 +47,7 @@ def train_step(
     loss_weight: Callable[..., Any] | None = None,
     scheduler: Any = None,
     fuse_optimizer: bool = False,
+    callback: Callable[..., Any] | None = None,
 ) -> TrainStep:
     """A function that trains a compiled model on one batch: `result = step(*batch)`. Call it on all ranks together.
 
@@ -101,6 +102,7 @@ def train_step(
         optimizer,
         scheduler,
         fuse_optimizer,
+        callback,
     )
     return TrainStep(model, agreed_engine(model, arguments), arguments)
 
@@ -122,7 +124,10 @@ class TrainStep:
         a mapping of named ones, or the only argument. All ranks must find as many.
         """
         with noting(self.engine):
-            return self._step(batch, named)
+            result = self._step(batch, named)
+            if self.arguments.callback is not None:
+                self.arguments.callback(result, *batch, **named)
+            return result
 
     def state_dict(self) -> dict[str, Any]:
         return self.scale.state_dict()

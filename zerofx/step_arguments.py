@@ -37,6 +37,7 @@ class StepArguments:
     optimizer: Any = None
     scheduler: Any = None
     fuse_optimizer: bool = False
+    callback: Callable[..., Any] | None = None
 
     def refuse(self) -> None:
         """Raises ConfigError for the first argument that is not possible."""
@@ -53,6 +54,8 @@ class StepArguments:
         dynamic = self.loss_scale in ("dynamic", None) or isinstance(self.loss_scale, DynamicLossScale)
         if not dynamic and not _is_positive(self.loss_scale):
             self._refuse("loss_scale", "'dynamic', a zerofx.DynamicLossScale, a number above 0, or None")
+        if self.callback is not None and not callable(self.callback):
+            self._refuse("callback", "a function of the step's result and its batch, or None")
         if type(self.fuse_optimizer) is not bool:
             self._refuse("fuse_optimizer", "True or False")
 

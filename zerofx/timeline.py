@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from torch.fx import Node
 
-from zerofx.collectives import SINGLE, WAIT
+from zerofx.collectives import WAIT
 from zerofx.draw_timeline import draw_timeline
 from zerofx.kernels import Kernel, nbytes, owner, steps
+from zerofx.naming import WAITING, kind_of, label
 from zerofx.planning.hardware import Hardware
 from zerofx.planning.networks import ring_bytes
-from zerofx.program import Level, Program, group, tag
+from zerofx.program import Level, Program, group
 
 COMPUTE = "compute"
 
@@ -144,26 +145,16 @@ class _Streams:
         return end
 
     def _send(self, part: str, node: Node) -> None:
-        kind = _kind(node)
+        kind = kind_of(node)
         gathered = [node] if kind.startswith("all_gather") else node.all_input_nodes
         whole = sum(nbytes(each.meta["val"]) for each in gathered)
         axis = self.program.mesh.axis_of_group(group(node))
         seconds = self.machine.collective_seconds(kind, whole, axis.size)
         sent = ring_bytes(kind, whole, axis.size)
-        span = Span(_label(node, kind), "collective", axis.group, part, 0, seconds, 0, sent)
+        span = Span(label(node, kind), "collective", axis.group, part, 0, seconds, 0, sent)
         self.ends[node] = self._run(span, ready=self.free[COMPUTE])
 
     def _wait(self, part: str, node: Node, sent: Node) -> None:
         missing = self.ends.get(sent, 0.0) - self.free[COMPUTE]
         if missing > 0:
-            self._run(Span(f"wait for {_label(node, _kind(sent))}", "wait", COMPUTE, part, 0, missing))
-
-
-def _kind(node: Node) -> str:
-    target: Any = node.target
-    return str(SINGLE.get(target, target)).split(".")[1]
-
-
-def _label(node: Node, kind: str) -> str:
-    known = tag(node)
-    return " ".join([kind, *(known.params if known else ())])
+            self._run(Span(WAITING + label(node, kind_of(sent)), "wait", COMPUTE, part, 0, missing))

@@ -38,7 +38,7 @@ WRAPPERS: Mapping[str, str] = {
 }
 """Classes of torch and DeepSpeed that a model may be wrapped in, or made into."""
 
-CONFIGURATION = "DeepSpeed's configuration, which zerofx does not read: pass its own arguments, such as stage=3"
+CONFIGURATION = "DeepSpeed's configuration: pass **zerofx.from_deepspeed(config).compile"
 OPTIMIZER = "no part of compile: build it from model.parameters() afterwards"
 UNNEEDED = "what zerofx does anyway: leave it out"
 AHEAD = "FSDP's: prefetch is the number of buckets that are gathered ahead"

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule, Node
 
-from tests.meaning import Ranks, assert_same_bits, mean
 from tests.models import GPT, SEQ, VOCAB
 from zerofx.capture import Capture
 from zerofx.config import STAGES, Config
@@ -26,6 +25,7 @@ from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Invariant, Program, Tag, output_node, output_tags, outputs, placeholders, tag
 from zerofx.recipe import recipe
 from zerofx.simulate import scatter, simulate
+from zerofx.testing.meaning import Ranks, assert_same_bits, mean
 from zerofx.text import parse
 from zerofx.textgraph import read
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.golden_files import GOLDEN, Golden
-from tests.meaning import assert_same_bits, random_inputs
+from tests.goldens import GOLDEN
 from zerofx.config import STAGES, Config
 from zerofx.layout import Layout
 from zerofx.manager import run
@@ -19,6 +18,8 @@ from zerofx.passes.fuse_optimizer import FuseOptimizer
 from zerofx.program import Program, output_tags, placeholders, tag
 from zerofx.recipe import recipe
 from zerofx.simulate import feed, simulate
+from zerofx.testing import Golden
+from zerofx.testing.meaning import assert_same_bits, random_inputs
 from zerofx.updating import RECEIVING
 
 WORLDS = (2, 3, 4)

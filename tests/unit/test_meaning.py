@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from tests.golden_files import CASES, GOLDEN, Golden
-from tests.meaning import assert_same_bits, random_inputs, results, sharded
+from tests.goldens import CASES, GOLDEN
 from zerofx.config import STAGES, Config
-from zerofx.manager import Pass, run
+from zerofx.manager import run
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
 from zerofx.passes.cast_gradients import CastGradients
@@ -21,6 +20,8 @@ from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Program, output_tags
 from zerofx.recipe import recipe
+from zerofx.testing import Golden, apply, golden_id
+from zerofx.testing.meaning import assert_same_bits, random_inputs, results, sharded
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
 WORLDS = (2, 3, 4)
@@ -32,10 +33,6 @@ PHYSICAL = (InsertAllGather(), BucketAllGathers(), InsertReduceScatter(), Bucket
 LATER = [path for path in CASES if path.parent.name not in ("choose_layout", "fuse_optimizer")]
 
 
-def name(path: Path) -> str:
-    return f"{path.parent.name}-{path.stem}"
-
-
 def sharded_program(path: Path, world: int) -> Program:
     """What choose_layout makes of its case over that many ranks."""
     golden = Golden.read(path).at(world)
@@ -44,13 +41,8 @@ def sharded_program(path: Path, world: int) -> Program:
     return program
 
 
-def apply(program: Program, step: Pass) -> None:
-    program.level = step.level
-    run(program, [step])
-
-
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("path", WHOLE, ids=name)
+@pytest.mark.parametrize("path", WHOLE, ids=golden_id)
 def test_each_rank_gets_its_part_of_the_mean_of_whole_gradients(path: Path, world: int) -> None:
     whole, program = Golden.read(path).at(world).program(), sharded_program(path, world)
     inputs = random_inputs(whole)
@@ -58,7 +50,7 @@ def test_each_rank_gets_its_part_of_the_mean_of_whole_gradients(path: Path, worl
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("path", WHOLE, ids=name)
+@pytest.mark.parametrize("path", WHOLE, ids=golden_id)
 def test_later_passes_change_no_bit(path: Path, world: int) -> None:
     program = sharded_program(path, world)
     inputs = random_inputs(program)
@@ -96,7 +88,7 @@ def alone(program: Program) -> int:
     return sum("wait_tensor" in str(node.target) for node in program.graphs["joint"].nodes)
 
 
-@pytest.mark.parametrize("path", LATER, ids=name)
+@pytest.mark.parametrize("path", LATER, ids=golden_id)
 def test_the_golden_program_has_the_results_of_the_one_above_it(path: Path) -> None:
     golden = Golden.read(path)
     program = golden.program()
@@ -108,7 +100,7 @@ def test_the_golden_program_has_the_results_of_the_one_above_it(path: Path) -> N
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("path", TIED, ids=name)
+@pytest.mark.parametrize("path", TIED, ids=golden_id)
 def test_merged_reads_round_as_one_rank_that_adds_its_gradients(path: Path, world: int) -> None:
     program = sharded_program(path, world)
     inputs = random_inputs(program)

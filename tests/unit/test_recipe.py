@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden_files import CASES, GOLDEN
+from tests.goldens import CASES, GOLDEN
 from zerofx import passes
 from zerofx.config import STAGES, Config
 from zerofx.manager import validate

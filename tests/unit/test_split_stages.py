@@ -78,7 +78,7 @@ def test_stages_in_turn_compute_the_bits_of_the_model_and_its_gradients(name: st
 def test_each_stage_is_what_its_golden_file_says(name: str, request: pytest.FixtureRequest) -> None:
     _, line, cuts = cut(name)
     text, path = text_of(stages_of(line, cuts)), GOLDEN / f"{name}.txt"
-    if request.config.getoption("--bless"):
+    if request.config.getoption("--update-goldens"):
         path.write_text(text)
     assert text == path.read_text()
 

@@ -27,6 +27,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
     _torch._schedules._add_send_recv: ("compute_actions", "stage_to_rank", "num_stages"),
     _torch._schedules._wait_batch_p2p: ("work",),
     _torch._cache_dir: (),
+    _torch._trace_structured: ("name", "metadata_fn", "payload_fn"),
     _torch.DeviceMesh._get_root_mesh: (),
     _torch._FakeTensorMode: ("shape_env",),
     _torch._ConstantSource: ("source_name",),
@@ -85,3 +86,9 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
 )
 def test_what_is_read_is_there(owner: Any, attributes: list[str]) -> None:
     assert [name for name in attributes if not hasattr(owner, name)] == []
+
+
+def test_the_profiler_says_whether_it_records() -> None:
+    assert _torch.is_profiling() is False
+    with torch.profiler.profile():
+        assert _torch.is_profiling() is True

@@ -23,12 +23,13 @@ from tests.broken import (
     WAITED,
     Edit,
 )
-from tests.golden_files import GOLDEN, Golden
+from tests.goldens import GOLDEN
 from zerofx.manager import run
 from zerofx.passes.cast_gradients import CastGradients
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.use_point_to_point import UsePointToPoint
 from zerofx.program import Invariant, Program
+from zerofx.testing import Golden
 from zerofx.text import parse, show
 from zerofx.verify import InvariantError, check
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.fx import Node
 
 from zerofx.program import Program, Tag, output_tags, placeholders, tag
 from zerofx.simulate import scatter, simulate
+from zerofx.text import parse
 
 Ranks = list[list[Any]]
 STORED = ("shard", "replica", "param")
@@ -49,7 +51,7 @@ def random_inputs(program: Program, exact: bool = False) -> tuple[dict[str, Tens
 def results(program: Program, whole: Mapping[str, Tensor], rest: Sequence[Sequence[Tensor]]) -> Ranks:
     """The outputs of each rank, which stores its parts of the whole parameters as the program's layout says."""
     others = iter(rest)
-    inputs = []
+    inputs: list[Sequence[Tensor]] = []
     for node in placeholders(next(iter(program.graphs.values()))):
         known = tag(node)
         if known is not None and known.role in STORED:
@@ -76,8 +78,59 @@ def sharded(found: Ranks, program: Program) -> Ranks:
 
 
 def assert_same_bits(found: Ranks, expected: Ranks) -> None:
+    """Raises AssertionError for the first output of a rank that differs in dtype, shape or a bit."""
     assert len(found) == len(expected)
     for rank, (row, wanted) in enumerate(zip(found, expected, strict=True)):
         for place, (one, other) in enumerate(zip(row, wanted, strict=True)):
             same = one is other if other is None else (one.dtype, one.shape) == (other.dtype, other.shape)
             assert same and (other is None or torch.equal(one, other)), f"output {place} of rank {rank}"
+
+
+Made = Program | str | Callable[[int], "Program"]
+
+
+def assert_same_meaning(
+    before: Made, after: Made, ranks: int | None = None, *, exact: bool = False, atol: float | None = None
+) -> None:
+    """Runs two programs for all ranks in one process, on the same random inputs, and compares what each rank gets.
+
+    Args:
+        before: a program, the text of one, or a function that makes one for a number of ranks.
+        after: the same. Where it stores parameters in parts that `before` has whole, each rank must get its part of the
+            mean of the gradients.
+        ranks: how many ranks, 4 by default for functions. A program or text has those of its mesh; another number is
+            possible for texts of whole parameters.
+        exact: give inputs of which sums and means are not rounded, for a pass that adds in another order.
+        atol: how far results may be apart; without it they must be equal bit for bit.
+
+    Raises AssertionError that names the output and the rank, and ValueError where the programs do not fit `ranks`.
+    """
+    first, second = (_at(each, ranks) for each in (before, after))
+    whole, rest = random_inputs(first, exact)
+    expected, found = results(first, whole, rest), results(second, whole, rest)
+    if first.layout != second.layout:
+        expected = sharded(expected, second)
+    if atol is None:
+        assert_same_bits(found, expected)
+        return
+    for rank, (row, wanted) in enumerate(zip(found, expected, strict=True)):
+        for place, (one, other) in enumerate(zip(row, wanted, strict=True)):
+            torch.testing.assert_close(one, other, atol=atol, rtol=0, msg=_where(place, rank))
+
+
+def _where(place: int, rank: int) -> Callable[[str], str]:
+    return lambda told: f"output {place} of rank {rank}: {told}"
+
+
+def _at(made: Made, ranks: int | None) -> Program:
+    if callable(made):
+        return made(4 if ranks is None else ranks)
+    if isinstance(made, str) and ranks is not None and "@ shard(" not in made:
+        made = re.sub(r"mesh\(dp=\d+", f"mesh(dp={ranks}", made)
+    program = parse(made) if isinstance(made, str) else made
+    if ranks is not None and program.mesh.world != ranks:
+        raise ValueError(
+            f"the program is one of {program.mesh.world} ranks, whose parameters are cut, and not of {ranks}: give a "
+            "function that makes it for a number of ranks"
+        )
+    return program
