@@ -15,6 +15,9 @@ from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
 from zerofx.planning import command as plan_command
 from zerofx.recipe import recipe
+from zerofx.reporting.html import write_report
+from zerofx.reporting.recording import RecordError, read_ranks
+from zerofx.reporting.terminal import show_run
 from zerofx.tune import tune
 from zerofx.weights import export_weights, import_weights
 
@@ -58,6 +61,17 @@ def main() -> None:
     into.add_argument("source", type=Path, help="a file, or a folder of Hugging Face's")
     into.add_argument("checkpoint", type=Path)
     plan_command.add_arguments(commands.add_parser("plan", help="foresee memory, traffic and time on a cluster"))
+    report = commands.add_parser("report", help="write a recorded run as one HTML file")
+    report.add_argument("run", type=Path, help="the folder given as zerofx.compile(..., record=...)")
+    report.add_argument("-o", "--output", type=Path, default=Path("report.html"))
+    show = commands.add_parser("inspect", help="print a recorded run: passes, programs, collectives, memory")
+    show.add_argument("run", type=Path, help="the folder given as zerofx.compile(..., record=...)")
+    show.add_argument("--rank", type=int, default=0)
+    show.add_argument("--graph", type=int, default=0)
+    show.add_argument("--step", metavar="NAME", help="print the program after this pass, or after that of a number")
+    show.add_argument("--diff", nargs=2, metavar=("A", "B"), help="print how the programs of two steps differ")
+    show.add_argument("--collectives", action="store_true", help="print each collective with its bytes")
+    show.add_argument("--memory", action="store_true", help="print what is alive at the peak")
     arguments = parser.parse_args()
     command = arguments.command
     try:
@@ -65,9 +79,14 @@ def main() -> None:
             print("\n".join(map(str, export_weights(arguments.checkpoint, arguments.out))))
         elif command == "import":
             print(f"{import_weights(arguments.source, arguments.checkpoint)} tensors in {arguments.checkpoint}")
-    except CheckpointError as error:
+        elif command == "report":
+            print(write_report(arguments.output, read_ranks(arguments.run)))
+        elif command == "inspect":
+            wanted = {name: getattr(arguments, name) for name in ("step", "diff", "collectives", "memory")}
+            show_run(arguments.run, arguments.rank, arguments.graph, wanted)
+    except (CheckpointError, RecordError, OSError) as error:
         parser.exit(1, f"{error}\n")
-    if command in ("export", "import"):
+    if command in ("export", "import", "report", "inspect"):
         return
     if command == "plan":
         parser.exit(plan_command.run(arguments))

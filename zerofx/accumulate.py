@@ -226,7 +226,9 @@ class Accumulation:
     def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
         layout = self.engine.parameters_now()[1].of(names)
         if (kind, layout.params) not in self.moves:
-            self.moves[kind, layout.params] = move(kind, self.engine.capture_alone(Layout(layout.params)))
+            capture = self.engine.capture_alone(Layout(layout.params))
+            self.moves[kind, layout.params] = move(kind, capture)
+            self.engine.compiled(capture)
         return self.moves[kind, layout.params]
 
     def _model(self) -> nn.Module:

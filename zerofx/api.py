@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any, Never, TypeVar
 
 import torch
@@ -30,6 +31,8 @@ from zerofx.pipeline_mesh import ALONE, arrange_pipeline
 from zerofx.pipelined import Pipelined
 from zerofx.place import Pipe, place
 from zerofx.recipe import passes_of
+from zerofx.reporting.progress import shown_progress
+from zerofx.reporting.recorder import Recorder, recorder
 from zerofx.shard import Owner
 from zerofx.stage_plan import Foreign, Plan
 from zerofx.unsupported import refuse_arguments, refuse_stages
@@ -60,6 +63,8 @@ def compile(  # noqa: A001
     per_block: bool = False,
     pipeline: Pipeline | None = None,
     example_inputs: Example | None = None,
+    record: str | PathLike[str] | None = None,
+    progress: bool | None = None,
     **others: Never,
 ) -> M:
     """Shards a model's parameters over the data-parallel ranks and compiles it, in place; returns `model`.
@@ -123,6 +128,10 @@ def compile(  # noqa: A001
             reduced once. `memory`, if given, bounds what a stage of the pipeline takes.
         example_inputs: with a pipeline, `(args, kwargs)` of a call of the model for a micro-batch. Only shapes and
             dtypes are read; batches of other shapes are cut into the same stages.
+        record: a folder, one for each model and the same on every rank. Each rank writes there what it was asked for,
+            and what the passes made of each graph as it is compiled; what an earlier run has left there is replaced.
+            `python -m zerofx report` and `python -m zerofx inspect` show it.
+        progress: show on rank 0 which pass runs where compiling takes more than a second; default: in a terminal.
         others: no other argument is taken; those of FSDP, DDP and DeepSpeed are refused with what to do instead.
 
     Raises:
@@ -139,6 +148,7 @@ def compile(  # noqa: A001
     order: tuple[Pass, ...] = ()
     device = _device_of(model, mesh)
     where, plan = ALONE, None
+    recording: Recorder | None = None
     try:
         if isinstance(pipeline, Pipeline):
             where = arrange_pipeline(mesh, device, pipeline)
@@ -172,6 +182,7 @@ def compile(  # noqa: A001
             precision=precision,
             reduce_dtype=reduce_dtype,
         )
+        recording = None if record is None else recorder(record, model, config)
         order = passes_of(config, backend_of(group, device))
         if config.per_block:
             refuse_without_blocks(model)
@@ -185,6 +196,8 @@ def compile(  # noqa: A001
         facts = facts_of(model, config, order, owners, plan)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
+    if recording is not None:
+        recording.begin(facts.get("dp", {}), problem)
     told = agree_all(facts, problem, everyone, parallel, model)
 
     pipe = Pipe(where.everyone, Foreign.of(model, owners, where.place, plan))
@@ -197,6 +210,9 @@ def compile(  # noqa: A001
     engine = Engine(config, order, program_mesh(data), layout, rank, left_alone, parallel)
     if plan is not None:
         engine.pipelined = Pipelined(plan, where, device)
+    engine.recorder, engine.progress = recording, shown_progress(progress)
+    if recording is not None:
+        recording.placed(engine)
     engine.attach(model)
     return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from zerofx.manager import Pass, Step, run
 from zerofx.mesh import Mesh
 from zerofx.need import need_of
 from zerofx.ops import REPLICATED
+from zerofx.origins import Origins, note_origins
 from zerofx.passes.fuse_optimizer import FuseOptimizer
 from zerofx.program import (
     Level,
@@ -36,6 +37,7 @@ from zerofx.program import (
     tag,
 )
 from zerofx.recompute import Chosen, choose, graph_name, put
+from zerofx.reporting.measures import Measures, measures_of
 from zerofx.text import show
 from zerofx.unrepeatable import save_unrepeatable
 
@@ -65,6 +67,9 @@ class Capture:
     steps: list[Step] = field(default_factory=list)
     users: Users | None = None
     updated: tuple[str, ...] = ()
+    origins: Origins = field(default_factory=dict)
+    before_pass: Callable[[str], None] | None = None
+    measures: Measures | None = None
 
     def update_in_backward(self, names: Iterable[str]) -> None:
         """Lets the backward update these parameters."""
@@ -91,7 +96,7 @@ class Capture:
         self.kind = "inference"
         program = self._start("inference", graph)
         program.level = Level.PHYSICAL
-        self.steps += run(program, self.passes)
+        self._run(program)
         self._localise(program)
 
     def write_artifacts(self, graph: int) -> None:
@@ -102,7 +107,8 @@ class Capture:
     def run_alone(self, program: Program) -> None:
         """Runs the physical passes on a program of one graph that no model was traced for."""
         (self.kind,) = program.graphs
-        self.steps = [Step("capture", show(program), 0.0), *run(program, self.passes)]
+        self.steps = [Step("capture", show(program), 0.0)]
+        self._run(program)
         self._localise(program)
 
     def forecast(self, joint: GraphModule, inputs: Sequence[Any], steady: int, **kwargs: Any) -> Forecast:
@@ -115,7 +121,7 @@ class Capture:
         program = Program({name: graph}, self.mesh, self.layout)
         _tag_whole(graph, self.params, self.wholes, self.layout, self.mesh, self.in_parts)
         self.steps = [Step("capture", show(program), 0.0)]
-        self.steps += run(program, self.passes)
+        self._run(program)
         return program
 
     def _cut(
@@ -134,8 +140,18 @@ class Capture:
         _tag_halves(program, output_tags(joint.graph), kwargs["num_fwd_outputs"])
         program.level = Level.PHYSICAL
         self.steps.append(Step("partition", show(program), 0.0))
-        self.steps += run(program, self.passes)
+        self._run(program)
         return program, forward, backward
+
+    def _run(self, program: Program) -> None:
+        """Runs the passes of the program's level, and notes where all nodes that they see or make come from."""
+        self.steps += run(program, self.passes, self._before)
+        note_origins(program, self.origins)
+
+    def _before(self, name: str, program: Program) -> None:
+        note_origins(program, self.origins)
+        if self.before_pass is not None:
+            self.before_pass(name)
 
     def _choose(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Chosen | None:
         """Tells the partition what to compute again, as decided for such graphs or else for this one alone."""
@@ -148,7 +164,8 @@ class Capture:
         return chosen
 
     def _localise(self, program: Program) -> None:
-        """Makes the program that of this rank."""
+        """Makes the program that of this rank, after it was measured."""
+        self.measures = measures_of(program)
         place = self.mesh.coordinate(self.rank, "dp")
         sizes = {param.name: param.local_size(self.mesh.axis("dp").size, place) for param in program.layout}
         for graph in program.graphs.values():

@@ -32,6 +32,8 @@ from zerofx.mesh import Mesh, ModelParallel
 from zerofx.notes import Halves, compiling, halves_of, note_call, noted
 from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.pipelined import Pipelined
+from zerofx.reporting.progress import Progress
+from zerofx.reporting.recorder import Recorder
 from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
 from zerofx.swap import READS, stand_ins
@@ -63,6 +65,8 @@ class Engine:
         self.settled: Settled | None = None
         self.accumulation = Accumulation(self)
         self.pipelined: Pipelined | None = None
+        self.recorder: Recorder | None = None
+        self.progress = Progress(shown=False)
 
     def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
         if self.pipelined is not None:
@@ -105,13 +109,19 @@ class Engine:
 
     def capture_stage(self) -> Capture:
         """For a stage of a pipeline, which reads parameters that have been gathered beside its graph."""
-        capture = Capture({}, (), self.mesh, Layout(), self.rank)
-        self.captures.append(capture)
-        return capture
+        return self._watched(Capture({}, (), self.mesh, Layout(), self.rank))
+
+    def compiled(self, capture: Capture, name: str = "") -> None:
+        """Records a graph behind its passes, if that was asked for; `name` tells it apart from others of its kind."""
+        if self.recorder is not None:
+            self.recorder.graph(self.captures.index(capture), capture, name)
 
     def capture_alone(self, layout: Layout) -> Capture:
         """For a program of these parameters that no model was traced for."""
-        capture = Capture({}, self.passes, self.mesh, layout, self.rank)
+        return self._watched(Capture({}, self.passes, self.mesh, layout, self.rank))
+
+    def _watched(self, capture: Capture) -> Capture:
+        capture.before_pass = self.progress.advance
         self.captures.append(capture)
         return capture
 
@@ -131,9 +141,10 @@ class Engine:
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
         self.refuse_new_parameters()
-        with compiling(self.group):
+        with compiling(self.group), self.progress.compiling(len(self.captures), self.config.backend):
             capture, compiled = self._compile(gm, inputs)
-        capture.write_artifacts(len(self.captures) - 1)
+            capture.write_artifacts(len(self.captures) - 1)
+            self.compiled(capture)
         if self.mesh.world > 1 and capture.steps:  # no pass runs on a graph without parameters
             where = f"graph {len(self.captures) - 1} of {type(self.model()).__name__}"
             compiled = noted(compiled, self._halves(capture, where), self.group)
@@ -156,7 +167,7 @@ class Engine:
         capture = self._capture(params, wholes, layout, self.decision)
         updated = self.accumulation.stands.names_of_updated()
         capture.update_in_backward(updated[id(value)] for value in inputs if id(value) in updated)
-        self.captures.append(capture)
+        self._watched(capture)
         if self.config.backend == "interpreter":
             return capture, interpret(capture, gm, inputs)
         key = records.key(gm, inputs, params | wholes, self.digest() + repr(capture.updated))

@@ -7,7 +7,6 @@ import difflib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from torch import nn
 from zerofx.draw import draw_svg
 from zerofx.engine import Engine
 from zerofx.manager import Step
-from zerofx.textgraph import Line, ProgramText, read
-
-BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
-GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+from zerofx.reporting.html import write_report
+from zerofx.reporting.recorder import rank_record
+from zerofx.reporting.recording import RankRecord, write_rank
+from zerofx.textgraph import BYTES, SHARES, Line, ProgramText, read
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ class Graph:
 class Inspection:
     """The recorded steps of a compiled model, graph by graph."""
 
-    def __init__(self, graphs: Sequence[Graph]) -> None:
-        self.graphs = tuple(graphs)
+    def __init__(self, graphs: Sequence[Graph], recorded: RankRecord | None = None) -> None:
+        self.graphs, self.recorded = tuple(graphs), recorded
 
     def print(self, step: int | str = -1, graph: int = 0) -> None:
         """Prints the program after a step: the last one by default, 0 as captured, or that of the pass of that name."""
@@ -125,6 +124,27 @@ class Inspection:
         """Draws the program after a step as an SVG file; needs pydot and graphviz."""
         draw_svg(read(self.graphs[graph].step(step).text), Path(path))
 
+    def report(self, path: str | Path) -> Path:
+        """Writes one HTML file that shows all of it in a browser, without a network; returns its path.
+
+        It shows this rank's programs; `zerofx.compile(..., record="folder")` keeps those of all ranks, to be compared.
+        """
+        return write_report(path, [self._recorded()])
+
+    def record(self, folder: str | Path) -> Path:
+        """Writes what `zerofx.compile(..., record=folder)` would have written on this rank; returns the folder."""
+        return write_rank(Path(folder), self._recorded())
+
+    def _recorded(self) -> RankRecord:
+        if self.recorded is None:
+            raise ValueError("this inspection has no record: call zerofx.inspect(model)")
+        return self.recorded
+
+
+def read_inspection(recorded: RankRecord) -> Inspection:
+    """What zerofx.inspect(model) would have returned on a rank when it recorded."""
+    return Inspection([Graph(each.index, each.kind, each.steps, each.blocks) for each in recorded.graphs], recorded)
+
 
 def inspect(model: nn.Module) -> Inspection:
     """What the passes made of the model's graphs so far; graphs are captured when the model is first called.
@@ -140,8 +160,9 @@ def inspect(model: nn.Module) -> Inspection:
         )
     if not engine.captures:
         raise ValueError("nothing has been captured yet: call the model once")
-    captures = enumerate(capture for capture in engine.captures if capture.steps)
-    return Inspection([Graph(index, capture.kind, tuple(capture.steps), capture.blocks) for index, capture in captures])
+    captures = [capture for capture in engine.captures if capture.steps]
+    graphs = [Graph(index, each.kind, tuple(each.steps), each.blocks) for index, each in enumerate(captures)]
+    return Inspection(graphs, rank_record(engine, model, captures))
 
 
 def program_collectives(
@@ -159,7 +180,7 @@ def program_collectives(
 def _collective(graph: int, part: str, line: Line, program: ProgramText, names: Mapping[str, str]) -> Collective:
     group = line.args[-1].strip("'")
     world = program.axes[group]
-    share = {GATHER: Fraction(1, world), SCATTER: Fraction(1), REDUCE: Fraction(2, world)}[line.collective]
+    share = SHARES[line.collective](world)
     sent = sum(int(size * BYTES[line.dtype] * share * (world - 1)) for size in line.numels)
     params = tuple(names.get(param, param) for param in line.params)
     return Collective(graph, part, line.name, line.collective, line.role, params, line.dtype, group, sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -56,15 +56,18 @@ def validate(passes: Iterable[Pass]) -> None:
         holds = (holds - step.breaks) | step.ensures
 
 
-def run(program: Program, passes: Sequence[Pass]) -> list[Step]:
+def run(program: Program, passes: Sequence[Pass], watch: Callable[[str, Program], None] | None = None) -> list[Step]:
     """Applies the passes of the program's level in order and returns one step for each.
 
-    Raises what a pass or a check raises, of the same type, with a note that says where.
+    `watch` is called with the name of each pass that is about to run, and with the program. Raises what a pass or a
+    check raises, of the same type, with a note that says where.
     """
     steps: list[Step] = []
     for step in passes:
         if step.level is not program.level:
             continue
+        if watch is not None:
+            watch(step.name, program)
         start = time.process_time()
         try:
             step(program)

@@ -281,7 +281,9 @@ class Pipelined:
             name = records.key(stage.module, inputs, {}, engine.digest())
             in_halves = self.pipeline.schedule in SPLITS_BACKWARD
             capture = engine.capture_stage()
-            self.compiled[key] = compile_stage(stage, inputs, capture, engine.config.backend, name, in_halves)
+            with engine.progress.compiling(place, engine.config.backend):
+                self.compiled[key] = compile_stage(stage, inputs, capture, engine.config.backend, name, in_halves)
+            engine.compiled(capture, f"stage {place}")
         return self.compiled[key]
 
     def _order(self, count: int, trains: bool) -> Messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -19,6 +20,8 @@ from torch.fx import GraphModule
 from zerofx import _torch
 from zerofx.capture import Capture
 from zerofx.manager import Step
+from zerofx.origins import origins_of
+from zerofx.reporting.measures import measures_from, measures_told
 
 
 @functools.cache
@@ -60,7 +63,7 @@ def shapes_key(key: str, inputs: Sequence[Any], steady: int) -> str:
 def forecasts(name: str) -> dict[str, Any]:
     """What was foreseen for a graph with each decision that was thought of; nothing where there is no whole record."""
     try:
-        return dict(json.loads(gzip.decompress(_path(name).read_bytes())))
+        return dict(read_json(_path(name)))
     except (OSError, EOFError, ValueError):
         return {}
 
@@ -72,28 +75,39 @@ def save_forecasts(name: str, told: dict[str, Any]) -> None:
 
 def save(name: str, capture: Capture) -> None:
     """Writes the steps; a record that cannot be written is only missed by a later process."""
-    _write(name, {"kind": capture.kind, "steps": [asdict(step) for step in capture.steps]})
+    steps = [asdict(step) for step in capture.steps]
+    measures = None if capture.measures is None else measures_told(capture.measures)
+    _write(name, {"kind": capture.kind, "steps": steps, "origins": capture.origins, "measures": measures})
 
 
 def _write(name: str, told: dict[str, Any]) -> None:
-    path = _path(name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(gzip.compress(json.dumps(told).encode()))
-        Path(file.name).replace(path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        write_json(_path(name), told)
+
+
+def write_json(path: Path, told: Any) -> None:
+    """Writes compressed JSON, which a reader finds whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(gzip.compress(json.dumps(told).encode(), 6))
+    Path(file.name).replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Reads what `write_json` wrote. Raises OSError, EOFError or ValueError."""
+    return json.loads(gzip.decompress(path.read_bytes()))
 
 
 def load(name: str, capture: Capture) -> bool:
     """Fills the capture with recorded steps; False where there is no whole record."""
     try:
-        told = json.loads(gzip.decompress(_path(name).read_bytes()))
+        told = read_json(_path(name))
     except (OSError, EOFError, ValueError):
         return False
     capture.kind = told["kind"]
     capture.steps = [Step(**step) for step in told["steps"]]
+    capture.origins = origins_of(told["origins"])
+    capture.measures = None if told["measures"] is None else measures_from(told["measures"])
     return True
 
 

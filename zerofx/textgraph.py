@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 P2P = {"all_gather_p2p": "all_gather_into_tensor", "reduce_scatter_p2p": "reduce_scatter_tensor"}
 TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
+BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "bool": 1}
+BYTES |= {"u64": 8, "u32": 4, "u16": 2, "u8": 1, "c128": 16, "c64": 8, "c32": 4}
+GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+SHARES: dict[str, Callable[[int], Fraction]] = {
+    GATHER: lambda world: Fraction(1, world),
+    SCATTER: lambda world: Fraction(1),
+    REDUCE: lambda world: Fraction(2, world),
+}
+"""What each of `world` ranks sends to each other one, as a share of a collective's results."""
 
 
 def kind_of(target: str) -> str:
@@ -97,18 +108,36 @@ def read(text: str) -> ProgramText:
             if ast.unparse(call.func) == "mesh":
                 axes = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
             elif ast.unparse(call.func) == "param":
-                param = _param(call)
+                param = param_of(call)
                 params[param.name] = param
     return ProgramText(axes, params, tuple(graphs))
 
 
-def _param(call: ast.Call) -> ParamText:
+def param_of(call: ast.Call) -> ParamText:
+    """Reads one line of the layout."""
     name, kind = ast.literal_eval(call.args[0]), call.args[1]
     assert isinstance(kind, ast.Subscript)
     size = ast.literal_eval(kind.slice)
     size = size if isinstance(size, tuple) else (size,)
     dim = next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "dim")
     return ParamText(name, ast.unparse(kind.value), size, dim)
+
+
+def line_of(text: str) -> Line:
+    """Reads one node, or one input, as its line says it."""
+    statement = ast.parse(text).body[0]
+    assert isinstance(statement, ast.AnnAssign)
+    return _line(ast.unparse(statement.target), statement.annotation, statement.value)
+
+
+def outputs_of(text: str) -> list[tuple[str, Line]]:
+    """Reads the outputs in a return statement, each as it is written and as data."""
+    statement = ast.parse(f"def f():\n {text}").body[0]
+    assert isinstance(statement, ast.FunctionDef)
+    returned = statement.body[0]
+    if not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.List):
+        return []
+    return [(ast.unparse(element), _line("", element, None)) for element in returned.value.elts]
 
 
 def _graph(function: ast.FunctionDef) -> GraphText:
