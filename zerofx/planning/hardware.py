@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,7 @@ class Hardware:
         collective_latency: seconds that a collective takes to begin, whatever the ranks.
         intra: one step of a ring inside a node: seconds, and bytes/s that one rank sends in one direction.
         inter: the same between nodes; the bandwidth is a rank's part of its node's network cards.
+        ring_bandwidth: bytes/s that one ring may send between nodes, where it does not use all cards of a node.
         origin: where each number comes from.
     """
 
@@ -58,14 +60,16 @@ class Hardware:
     collective_latency: float
     intra: Link
     inter: Link
+    ring_bandwidth: float = math.inf
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("peak", "achievable", "origin"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         for name in ("memory_bytes", "memory_bandwidth", "memory_share", "ranks_per_node"):
-            if not getattr(self, name) > 0:
-                raise HardwareError(f"hardware {self.name!r}: {name} is {getattr(self, name)!r}: give a number above 0")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise HardwareError(f"hardware {self.name!r}: {name} is {value!r}: give a number above 0")
         if "fp32" not in self.peak or set(self.peak) != set(self.achievable) or not set(self.peak) <= set(DTYPES):
             raise HardwareError(
                 f"hardware {self.name!r}: peak has {sorted(self.peak)} and achievable {sorted(self.achievable)}: "
@@ -112,13 +116,16 @@ def load(name: str | Path | Hardware) -> Hardware:
 
 def _made(name: str, read: dict[str, Any]) -> Hardware:
     known = {each.name for each in fields(Hardware)} - {"name"}
-    wrong, missing = set(read) - known, known - set(read) - {"origin"}
+    wrong, missing = set(read) - known, known - set(read) - {"origin", "ring_bandwidth"}
     if wrong or missing:
         raise HardwareError(
             f"hardware {name!r} lacks {sorted(missing)} and has unknown {sorted(wrong)}: "
             f"give {', '.join(sorted(known))}"
         )
-    read |= {way: Link(**read[way]) for way in ("intra", "inter")}
+    for way in ("intra", "inter"):
+        if set(read[way]) != {"latency", "bandwidth"}:
+            raise HardwareError(f"hardware {name!r}: {way} has {sorted(read[way])}: give latency and bandwidth")
+        read[way] = Link(**read[way])
     return Hardware(name=name, **read)
 
 
