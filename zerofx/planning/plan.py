@@ -98,7 +98,7 @@ def plan(
     asked = Asked(config, world // (tensor * across), "gloo" if machine.device == "cpu" else "nccl", loss_fn)
     ranks = (("dp", asked.world), ("tp", tensor), ("pp", across))
     if pipeline is None:
-        tape = shapes.tape(asked)
+        tape = _tape(shapes, asked, count)
         stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
         bubble = 0.0
     else:
@@ -126,6 +126,22 @@ def plan(
     )
 
 
+def _gathers_once(asked: Asked, count: int) -> bool:
+    """Whether parameters, if they are stored in parts, are gathered once a step: see `Engine.micro_batch`."""
+    return count > 1 and asked.world > 1 and asked.config.stage < 3
+
+
+def _tape(shapes: Shapes, asked: Asked, count: int) -> Tape:
+    """That of each of the micro-batches: with several, stages 0 and 1 reduce beside them, and stage 2 gathers so."""
+    if not _gathers_once(asked, count):
+        return shapes.tape(asked)
+    if asked.config.stage < 2:
+        return shapes.tape(replace(asked, world=1))
+    whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
+    stored = Stored.of(shapes.layout(asked), asked.world)
+    return whole.scattered(stored.trained / max(1, stored.whole_trained))
+
+
 def _alone(
     shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int, machine: Hardware
 ) -> tuple[tuple[StagePlan, ...], float]:
@@ -138,30 +154,16 @@ def _alone(
     if tensor > 1:
         found = borders(shapes, asked, machine)
         exchanged = note_exchanges(streams, found, machine, tensor, count * shapes.blocks)
-        tape = sliced(tape, tensor)
-    _run(step, shapes, asked, tape, count, tensor)
-    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
-
-
-def _run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
-    """One step of `train_step`: with several micro-batches, stages 1 and 2 gather once, and 0 and 1 reduce once."""
-    stage, stored = asked.config.stage, step.stored
-    if count == 1 or asked.world == 1 or stage == 3:
-        step.micro_batches(tape, count, stored.trained)
-    else:
-        if stage:
-            step.gather()
-        if stage == 2:
-            whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
-            kept = whole.scattered(stored.trained / max(1, stored.whole_trained))
-            step.micro_batches(sliced(kept, tensor), count, stored.trained)
-        else:
-            alone = sliced(shapes.tape(replace(asked, world=1)), tensor)
-            step.micro_batches(alone, count, stored.whole_trained)
-            step.reduce(sharded=bool(stage))
-        step.kept = 0
-    step.gradients = stored.trained
+    once, stage = _gathers_once(asked, count), asked.config.stage
+    if once and stage:
+        step.gather()
+    defers = once and stage < 2
+    step.micro_batches(sliced(tape, tensor), count, stored.whole_trained if defers else stored.trained)
+    if defers:
+        step.reduce(sharded=bool(stage))
+    step.kept = 0
     step.update()
+    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
 
 
 def _plain(value: object) -> str | int | float | None:
