@@ -1,7 +1,7 @@
 """Fits two constants to vTrain's measured steps: `python -m tests.bench.fit_vtrain`; seconds, and no GPU.
 
-Fitted are what Megatron's kernels move beside the bytes that are counted, and what each op takes beside its launch, on the
-steps of models of up to 39e9 parameters whose tensor-parallel ranks are in one node; those of 175e9 parameters are held
+Fitted are what Megatron's kernels move beside the bytes that are counted, and what each op takes beside its launch, on
+the steps of models of up to 39e9 parameters whose tensor-parallel ranks are in one node; those of 175e9 are held
 out, and then each size in turn. All else comes from data sheets and others' measurements, as the hardware file says. A
 Cauchy loss keeps a few steps from deciding that take up to twice their neighbours' time. What it prints stands in
 zerofx/planning/software.py.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,7 @@ class Hardware:
         collective_latency: seconds that a collective takes to begin, whatever the ranks.
         intra: one step of a ring inside a node: seconds, and bytes/s that one rank sends in one direction.
         inter: the same between nodes; the bandwidth is a rank's part of its node's network cards.
+        ring_bandwidth: bytes/s that one ring may send between nodes, where it does not use all cards of a node.
         origin: where each number comes from.
     """
 
@@ -58,6 +60,7 @@ class Hardware:
     collective_latency: float
     intra: Link
     inter: Link
+    ring_bandwidth: float = math.inf
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,7 +115,7 @@ def load(name: str | Path | Hardware) -> Hardware:
 
 def _made(name: str, read: dict[str, Any]) -> Hardware:
     known = {each.name for each in fields(Hardware)} - {"name"}
-    wrong, missing = set(read) - known, known - set(read) - {"origin"}
+    wrong, missing = set(read) - known, known - set(read) - {"origin", "ring_bandwidth"}
     if wrong or missing:
         raise HardwareError(
             f"hardware {name!r} lacks {sorted(missing)} and has unknown {sorted(wrong)}: "

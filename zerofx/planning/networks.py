@@ -42,7 +42,7 @@ def bandwidth(hardware: Hardware, ranks: Any, stride: Any = 1) -> Any:
     each has those of its own ranks.
     """
     inside, nodes = members(hardware, ranks, stride)
-    between = np.minimum(hardware.inter.bandwidth * inside, hardware.intra.bandwidth)
+    between = np.minimum(hardware.inter.bandwidth * inside, min(hardware.ring_bandwidth, hardware.intra.bandwidth))
     return np.where(nodes > 1, np.where(inside > 1, between, hardware.inter.bandwidth), hardware.intra.bandwidth)
 
 

@@ -121,7 +121,7 @@ class Layouts:
     def __post_init__(self) -> None:
         columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(getattr(self, each.name))) for each in fields(self)))
         for each, column in zip(fields(self), columns, strict=True):
-            object.__setattr__(self, each.name, column)
+            object.__setattr__(self, each.name, column.astype(bool) if each.name == "sequence_parallel" else column)
 
     def __len__(self) -> int:
         return len(self.dp)

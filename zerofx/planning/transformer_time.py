@@ -54,7 +54,7 @@ def costs(shape: Shape, layouts: Layouts, hardware: Hardware, software: Software
     forward, backward = depth * layer.forward, depth * (layer.backward + again)
     stage = forward + backward + depth * sliced + sends
     shared, exposed, dp_sent = _data(shape, layouts, hardware, software, (forward + depth * sliced / 3, backward))
-    update = _update(shape, layouts, hardware)
+    update = _update(shape, layouts, hardware, software)
     parts = np.where(layouts.schedule == SCHEDULES.index("interleaved-1f1b"), layouts.chunks, 1)
     bubble = np.where(layouts.schedule == SCHEDULES.index("zbv"), 0, (layouts.pp - 1) * stage / parts)
     compute = k * (forward + backward + head) + update
@@ -129,9 +129,13 @@ def _sends(shape: Shape, layouts: Layouts, hardware: Hardware, software: Softwar
     return ways * seconds, ways * message
 
 
-def _update(shape: Shape, layouts: Layouts, hardware: Hardware) -> Any:
-    own = elements(shape, layouts, "first") / np.where(layouts.stage >= 1, layouts.dp, 1)
-    return rates.memory_seconds(hardware, UPDATE * own)
+def _update(shape: Shape, layouts: Layouts, hardware: Hardware, software: Software) -> Any:
+    """The optimizer, and what adds each micro-batch's gradients to those before: two are read and one is written."""
+    held, dp = elements(shape, layouts, "first"), layouts.dp
+    update = UPDATE * held / np.where(layouts.stage >= 1, dp, 1)
+    added = held / np.where((layouts.stage >= 2) & ~defers(layouts), dp, 1)
+    moved = update + (layouts.microbatches - 1) * 3 * software.gradient_bytes * added
+    return rates.memory_seconds(hardware, moved)
 
 
 def _data(
