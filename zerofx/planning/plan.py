@@ -31,13 +31,13 @@ ModelFn = Callable[[], nn.Module]
 
 
 @overload
-def plan(  # type: ignore[misc]
+def plan(
     model_fn: ModelFn, batch: Sequence[Any], *, world: int, search: Literal[True] | Shape, **options: Any
 ) -> Found: ...
 
 
 @overload
-def plan(  # type: ignore[misc]
+def plan(
     model_fn: ModelFn, batch: Sequence[Any], *, world: int, search: Literal[False] = False, **options: Any
 ) -> Plan: ...
 
