@@ -97,12 +97,15 @@ def test_what_is_stored_is_zeros_formula(stage: int, share: float) -> None:
     assert found.fullest.curve[-1].memory.gradients == 0
 
 
-@pytest.mark.parametrize(("stage", "copies"), [(0, 2.0), (1, 2.0), (2, 4.0), (3, 9.0)])
-def test_three_micro_batches_send_what_the_stages_send(stage: int, copies: float) -> None:
+@pytest.mark.parametrize(("stage", "copies", "again"), [(0, 2, 0), (1, 2, 0), (2, 4, 0), (3, 6, 3)])
+def test_three_micro_batches_send_what_the_stages_send(stage: int, copies: int, again: int) -> None:
     found = planned(stage=stage, microbatches=3, rows=6, precision="fp32")
     sent = sum(each.nbytes for each in found.fullest.traffic)
-    psi = 4 * found.elements
-    assert sent == pytest.approx(copies * psi * (WORLD - 1) / WORLD, rel=0.03)
+    params = dict(gpt(3)().named_parameters())
+    psi = sum(param.nbytes for param in params.values())
+    in_backward = sum(p.nbytes for n, p in params.items() if p.dim() > 1 and not n.startswith(("tokens", "positions")))
+    expected = (copies * psi + again * in_backward) * (WORLD - 1) / WORLD  # no gradient depends on what is looked up
+    assert sent == pytest.approx(expected, rel=0.01)
 
 
 def test_what_does_not_fit_is_said_with_the_bytes() -> None:
@@ -116,9 +119,10 @@ def test_what_does_not_fit_is_said_with_the_bytes() -> None:
 def test_a_pipeline_has_the_bubble_of_its_schedule() -> None:
     pipeline = zerofx.Pipeline(3, "1f1b", 12)
     found = zerofx.plan(gpt(6), batch(12), world=12, stage=1, pipeline=pipeline)
-    assert [stage.blocks for stage in found.stages] == sorted((stage.blocks for stage in found.stages), reverse=True)
-    assert sum(stage.blocks for stage in found.stages) == 6
-    assert 2 / 14 <= found.bubble < 0.6
+    counts = [stage.blocks for stage in found.stages]
+    assert sum(counts) == 6
+    assert counts[-1] == min(counts)  # it has the head as well
+    assert 2 / 14 <= found.bubble < 0.7
     assert dict(found.ranks) == {"dp": 4, "tp": 1, "pp": 3}
     first, last = found.stages[0].peak, found.stages[-1].peak
     assert first.activations > 0 and last.activations > 0

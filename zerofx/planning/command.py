@@ -14,9 +14,9 @@ from rich.console import Console
 
 from zerofx.config import ConfigError, ModelError
 from zerofx.pipeline import SCHEDULES, Pipeline
-from zerofx.planning import hardware
+from zerofx.planning import hardware, presets
 from zerofx.planning.plan import plan
-from zerofx.planning.show import draw, tables
+from zerofx.planning.show import draw, front, tables
 
 Found = tuple[Callable[[], Any], Sequence[Any]]
 """What makes the model, and the batch of one rank."""
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES)
     parser.add_argument("--recompute", type=float, default=0.0, help="the share of activations, 0 to 1")
     parser.add_argument("--bucket-mb", type=float, default=None)
+    parser.add_argument("--search", action="store_true", help="find the best layouts, for --batch rows a rank")
     parser.add_argument("--json", type=Path, help="where the plan is written as JSON")
     parser.add_argument("--png", type=Path, help="where the memory over time is drawn")
 
@@ -53,6 +54,10 @@ def run(given: argparse.Namespace) -> int:
         machine = hardware.load(given.hardware)
         precision = given.precision or ("bf16" if "bf16" in machine.peak else "fp16")
         model_fn, batch = _find(given)
+        if given.search:
+            best = plan(model_fn, batch, world=given.world, precision=precision, hardware=machine, search=True)
+            console.print(front(best))
+            return 0 if best.front else 1
         pipeline = None
         if given.pipeline > 1:
             pipeline = Pipeline(given.pipeline, given.schedule, given.microbatches)
@@ -83,7 +88,7 @@ def run(given: argparse.Namespace) -> int:
 
 def names() -> list[str]:
     """The presets."""
-    return sorted(_presets())
+    return sorted(presets.PRESETS)
 
 
 def _find(given: argparse.Namespace) -> Found:
@@ -100,15 +105,10 @@ def _find(given: argparse.Namespace) -> Found:
     return made[0], made[1]
 
 
-def _presets() -> Any:
-    return importlib.import_module("zerofx.planning.presets").PRESETS
-
-
 def _preset(given: argparse.Namespace) -> Found:
-    known = _presets()
-    if given.preset not in known:
+    if given.preset not in presets.PRESETS:
         raise ConfigError(f"there is no preset {given.preset!r}: take one of {', '.join(names())}, or module:function")
-    preset = known[given.preset]
+    preset = presets.PRESETS[given.preset]
     rows, length = given.batch or given.microbatches, given.sequence or preset.shape.sequence
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     return preset.build, (ids, ids)

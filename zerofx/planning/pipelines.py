@@ -185,6 +185,7 @@ def plan_stages(
         step.hold("micro-batches", stored.whole_trained, round(saved + transient + held * pipeline.microbatches))
         step.gradients = stored.whole_trained
         step.reduce(sharded=asked.config.stage > 0)
+        step.kept = 0
         step.update()
         _note_messages(streams, run, stages, tensor)
         idle = run.simulated.seconds - busy

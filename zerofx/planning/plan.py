@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx.config import Config, ConfigError
 from zerofx.pipeline import Pipeline
+from zerofx.planning import search as layouts
 from zerofx.planning.borders import borders
 from zerofx.planning.capture import Asked, Shapes
 from zerofx.planning.hardware import Hardware, load
@@ -19,14 +20,30 @@ from zerofx.planning.pipelines import plan_stages, run_pipeline
 from zerofx.planning.rates import peak
 from zerofx.planning.replay import Streams
 from zerofx.planning.report import Plan, StagePlan
+from zerofx.planning.search import Found
+from zerofx.planning.shapes import Shape
 from zerofx.planning.steps import Step, stage_plan
 from zerofx.planning.stored import Stored
 from zerofx.planning.tape import Tape
 from zerofx.planning.tensors import note_exchanges, sliced
 
+ModelFn = Callable[[], nn.Module]
 
+
+@overload
 def plan(
-    model_fn: Callable[[], nn.Module],
+    model_fn: ModelFn, batch: Sequence[Any], *, world: int, search: Literal[True] | Shape, **options: Any
+) -> Found: ...
+
+
+@overload
+def plan(
+    model_fn: ModelFn, batch: Sequence[Any], *, world: int, search: Literal[False] = False, **options: Any
+) -> Plan: ...
+
+
+def plan(  # type: ignore[misc]
+    model_fn: ModelFn,
     batch: Sequence[Any],
     *,
     world: int,
@@ -42,7 +59,8 @@ def plan(
     bucket_mb: float | None = None,
     prefetch: int = 1,
     reduce_dtype: str | None = None,
-) -> Plan:
+    search: bool | Shape = False,
+) -> Plan | Found:
     """Foresees one step of `zerofx.train_step` with AdamW: nothing is allocated, and no process group is needed.
 
     The model is made without data, and its step is captured and rewritten by the passes that `zerofx.compile` would
@@ -71,6 +89,10 @@ def plan(
         bucket_mb: see there.
         prefetch: see there.
         reduce_dtype: see there.
+        search: goes through all sensible arrangements of the ranks, stages, micro-batches and recomputation for steps
+            of `world` such batches by closed forms, in place of planning one, and returns those that no other beats
+            in memory and time: see zerofx.planning.search. True for a model whose attribute `shape` is a
+            zerofx.planning.shapes.Shape, as that of presets, or else that Shape.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or ranks and micro-batches do not divide.
@@ -78,6 +100,8 @@ def plan(
     """
     given = {name: value for name, value in locals().items() if name not in ("model_fn", "batch", "loss_fn")}
     machine = load(hardware)
+    if search is not False:
+        return _searched(model_fn, batch, world, machine, precision, search)
     config = Config(
         stage=stage,
         precision=precision,
@@ -98,7 +122,7 @@ def plan(
     asked = Asked(config, world // (tensor * across), "gloo" if machine.device == "cpu" else "nccl", loss_fn)
     ranks = (("dp", asked.world), ("tp", tensor), ("pp", across))
     if pipeline is None:
-        tape = shapes.tape(asked)
+        tape = _tape(shapes, asked, count)
         stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
         bubble = 0.0
     else:
@@ -126,6 +150,34 @@ def plan(
     )
 
 
+def _searched(
+    model_fn: ModelFn, batch: Sequence[Any], world: int, machine: Hardware, precision: str, search: bool | Shape
+) -> Found:
+    _check(world=world)
+    shape = search
+    if not isinstance(shape, Shape):
+        shape = getattr(Shapes(model_fn, batch).model, "shape", None)  # type: ignore[assignment]
+    if not isinstance(shape, Shape):
+        _refuse("search", search, "a zerofx.planning.shapes.Shape, since the model's attribute `shape` is none")
+    return layouts.search(shape, world, rows_of(batch)[0] * world, machine, dtype=precision)
+
+
+def _gathers_once(asked: Asked, count: int) -> bool:
+    """Whether parameters, if they are stored in parts, are gathered once a step: see `Engine.micro_batch`."""
+    return count > 1 and asked.world > 1 and asked.config.stage < 3
+
+
+def _tape(shapes: Shapes, asked: Asked, count: int) -> Tape:
+    """That of each of the micro-batches: with several, stages 0 and 1 reduce beside them, and stage 2 gathers so."""
+    if not _gathers_once(asked, count):
+        return shapes.tape(asked)
+    if asked.config.stage < 2:
+        return shapes.tape(replace(asked, world=1))
+    whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
+    stored = Stored.of(shapes.layout(asked), asked.world)
+    return whole.scattered(stored.trained / max(1, stored.whole_trained))
+
+
 def _alone(
     shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int, machine: Hardware
 ) -> tuple[tuple[StagePlan, ...], float]:
@@ -138,30 +190,16 @@ def _alone(
     if tensor > 1:
         found = borders(shapes, asked, machine)
         exchanged = note_exchanges(streams, found, machine, tensor, count * shapes.blocks)
-        tape = sliced(tape, tensor)
-    _run(step, shapes, asked, tape, count, tensor)
-    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
-
-
-def _run(step: Step, shapes: Shapes, asked: Asked, tape: Tape, count: int, tensor: int) -> None:
-    """One step of `train_step`: with several micro-batches, stages 1 and 2 gather once, and 0 and 1 reduce once."""
-    stage, stored = asked.config.stage, step.stored
-    if count == 1 or asked.world == 1 or stage == 3:
-        step.micro_batches(tape, count, stored.trained)
-    else:
-        if stage:
-            step.gather()
-        if stage == 2:
-            whole = shapes.tape(replace(asked, config=replace(asked.config, stage=0)))
-            kept = whole.scattered(stored.trained / max(1, stored.whole_trained))
-            step.micro_batches(sliced(kept, tensor), count, stored.trained)
-        else:
-            alone = sliced(shapes.tape(replace(asked, world=1)), tensor)
-            step.micro_batches(alone, count, stored.whole_trained)
-            step.reduce(sharded=bool(stage))
-        step.kept = 0
-    step.gradients = stored.trained
+    once, stage = _gathers_once(asked, count), asked.config.stage
+    if once and stage:
+        step.gather()
+    defers = once and stage < 2
+    step.micro_batches(sliced(tape, tensor), count, stored.whole_trained if defers else stored.trained)
+    if defers:
+        step.reduce(sharded=bool(stage))
+    step.kept = 0
     step.update()
+    return (stage_plan(0, shapes.blocks, step),), streams.now + exchanged
 
 
 def _plain(value: object) -> str | int | float | None:

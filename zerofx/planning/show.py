@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofx.planning.report import CATEGORIES, Plan, StagePlan, size
+from zerofx.planning.search import Found
 
 SHOWN = 8
 """Stages of a pipeline that a table has: the first and the last ones, and the one that holds most."""
@@ -20,6 +21,24 @@ def tables(plan: Plan) -> RenderableType:
     """What a plan says, for a terminal."""
     good = Text(plan.verdict, style="green" if plan.fits else "red")
     return Group(_summary(plan), _memory(plan), _traffic(plan), good)
+
+
+def front(found: Found) -> RenderableType:
+    """The layouts that no other beats in memory and time, fastest first."""
+    rows = found.rows()
+    if not rows:
+        try:
+            return Text(str(found.best))
+        except ValueError as error:
+            return Text(str(error), style="red")
+    table = Table(title=f"{len(found.forecast.layouts):,} layouts: those that no other beats in memory and time")
+    for head in rows[0]:
+        table.add_column(head.replace("_", " "), justify="right")
+    for row in rows:
+        told = row | {"seconds": _seconds(row["seconds"]), "peak_bytes": size(row["peak_bytes"])}
+        told |= {"mfu": f"{row['mfu']:.1%}", "tokens_per_second": f"{row['tokens_per_second']:,.0f}"}
+        table.add_row(*map(str, told.values()))
+    return table
 
 
 def _summary(plan: Plan) -> Table:
