@@ -12,7 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from websocket import create_connection
+import pytest
+
+websocket = pytest.importorskip("websocket", reason="needs the package websocket-client")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 START_SECONDS = 60.0
@@ -39,7 +41,7 @@ class Browser:
         self.errors: list[str] = []
         self._number = 0
         port, path = self._wait_for(profile / "DevToolsActivePort")
-        self._socket = create_connection(f"ws://127.0.0.1:{port}{path}", timeout=60, suppress_origin=True)
+        self._socket = websocket.create_connection(f"ws://127.0.0.1:{port}{path}", timeout=60, suppress_origin=True)
         self._session = ""
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")

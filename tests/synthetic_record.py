@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from zerofx.manager import Step
 from zerofx.origins import Origin
+from zerofx.pipeline import Pipeline
 from zerofx.reporting.measures import Measures, Memory
 from zerofx.reporting.recording import GraphRecord, Head, RankRecord
+from zerofx.schedule_check import simulate
+from zerofx.schedules import order_of
+from zerofx.stage_report import PipelineReport, StageCosts
 from zerofx.timeline import Span
 
 PER_LAYER = 20
@@ -48,7 +52,7 @@ def record(layers: int, rank: int = 0, differs: bool = False) -> RankRecord:
         )
     steps = (Step("capture", before, 0.0), Step("insert-all-gather", after, 0.25))
     names = [line.split(":")[0].strip() for line in after.splitlines() if " = " in line]
-    storages = tuple((name, 64 * 64 * 4, layers + 1 + i, layers + 3 + i) for i, name in enumerate(names))
+    storages = tuple((name, 0, 64 * 64 * 4, layers + 1 + i, layers + 3 + i) for i, name in enumerate(names))
     memory = Memory("forward", 4096, layers + len(names) + 4, storages, {})
     spans = tuple(
         Span(f"all_gather_into_tensor h.{i}.weight", "collective", "dp", "forward", i * 2e-5, i * 2e-5 + 1e-5, 0, 8192)
@@ -62,3 +66,10 @@ def record(layers: int, rank: int = 0, differs: bool = False) -> RankRecord:
     params = [{"name": f"h.{i}.weight", "tied": []} for i in range(layers)]
     head = Head(rank, 2, "Synthetic", 0.0, {"dp": rank}, {"stage": "3"}, {"the passes": "all"}, params)
     return RankRecord(head, (graph,))
+
+
+def even_report(stages: int = 4, microbatches: int = 8) -> PipelineReport:
+    """The report of a pipeline whose stages are alike."""
+    pipeline = Pipeline(stages, "1f1b", microbatches)
+    costs = tuple(StageCosts(f"h.{i}", f"h.{i}", 1e-3, 2**20, 2**18, 2**22, 2**12) for i in range(stages))
+    return PipelineReport(pipeline, "a machine", costs, simulate(pipeline, order_of(pipeline)), "")

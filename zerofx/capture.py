@@ -70,6 +70,7 @@ class Capture:
     origins: Origins = field(default_factory=dict)
     before_pass: Callable[[str], None] | None = None
     measures: Measures | None = None
+    name: str = ""
 
     def update_in_backward(self, names: Iterable[str]) -> None:
         """Lets the backward update these parameters."""

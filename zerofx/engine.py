@@ -107,14 +107,15 @@ class Engine:
             return self.pipelined.group
         return Group(self.group, self.mesh.world, self.mesh.world)
 
-    def capture_stage(self) -> Capture:
+    def capture_stage(self, stage: int) -> Capture:
         """For a stage of a pipeline, which reads parameters that have been gathered beside its graph."""
-        return self._watched(Capture({}, (), self.mesh, Layout(), self.rank))
+        return self._watched(Capture({}, (), self.mesh, Layout(), self.rank, name=f"stage {stage}"))
 
-    def compiled(self, capture: Capture, name: str = "") -> None:
-        """Records a graph behind its passes, if that was asked for; `name` tells it apart from others of its kind."""
-        if self.recorder is not None:
-            self.recorder.graph(self.captures.index(capture), capture, name)
+    def compiled(self, capture: Capture) -> None:
+        """Records a graph behind its passes, if that was asked for; graphs that no pass runs on are not counted."""
+        if self.recorder is not None and capture.steps:
+            known = [each for each in self.captures if each.steps]
+            self.recorder.graph(next(i for i, each in enumerate(known) if each is capture), capture)
 
     def capture_alone(self, layout: Layout) -> Capture:
         """For a program of these parameters that no model was traced for."""

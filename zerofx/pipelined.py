@@ -280,10 +280,10 @@ class Pipelined:
             engine, stage = self.engine, variant.stages[place]
             name = records.key(stage.module, inputs, {}, engine.digest())
             in_halves = self.pipeline.schedule in SPLITS_BACKWARD
-            capture = engine.capture_stage()
+            capture = engine.capture_stage(place)
             with engine.progress.compiling(place, engine.config.backend):
                 self.compiled[key] = compile_stage(stage, inputs, capture, engine.config.backend, name, in_halves)
-            engine.compiled(capture, f"stage {place}")
+            engine.compiled(capture)
         return self.compiled[key]
 
     def _order(self, count: int, trains: bool) -> Messages:

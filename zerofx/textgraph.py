@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -101,9 +101,10 @@ def read(text: str) -> ProgramText:
     axes: dict[str, int] = {}
     params: dict[str, ParamText] = {}
     graphs: list[GraphText] = []
+    lines = text.splitlines()
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.FunctionDef):
-            graphs.append(_graph(statement))
+            graphs.append(_graph(statement, lines))
         elif isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
             if ast.unparse(call.func) == "mesh":
                 axes = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
@@ -127,39 +128,48 @@ def line_of(text: str) -> Line:
     """Reads one node, or one input, as its line says it."""
     statement = ast.parse(text).body[0]
     assert isinstance(statement, ast.AnnAssign)
-    return _line(ast.unparse(statement.target), statement.annotation, statement.value)
+    return _line(_cut(statement.target, [text]), statement.annotation, statement.value, [text])
 
 
 def outputs_of(text: str) -> list[tuple[str, Line]]:
     """Reads the outputs in a return statement, each as it is written and as data."""
-    statement = ast.parse(f"def f():\n {text}").body[0]
+    lines = f"def f():\n {text}".splitlines()
+    statement = ast.parse("\n".join(lines)).body[0]
     assert isinstance(statement, ast.FunctionDef)
     returned = statement.body[0]
     if not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.List):
         return []
-    return [(ast.unparse(element), _line("", element, None)) for element in returned.value.elts]
+    return [(_cut(element, lines), _line("", element, None, lines)) for element in returned.value.elts]
 
 
-def _graph(function: ast.FunctionDef) -> GraphText:
-    inputs = tuple(_line(arg.arg, arg.annotation, None) for arg in function.args.args)
+def _graph(function: ast.FunctionDef, text: Sequence[str]) -> GraphText:
+    inputs = tuple(_line(arg.arg, arg.annotation, None, text) for arg in function.args.args)
     lines: list[Line] = []
     outputs: tuple[Line, ...] = ()
     for statement in function.body:
         if isinstance(statement, ast.AnnAssign):
-            lines.append(_line(ast.unparse(statement.target), statement.annotation, statement.value))
+            lines.append(_line(_cut(statement.target, text), statement.annotation, statement.value, text))
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
-            outputs = tuple(_line("", element, None) for element in statement.value.elts)
+            outputs = tuple(_line("", element, None, text) for element in statement.value.elts)
     return GraphText(function.name, inputs, tuple(lines), outputs)
 
 
-def _line(name: str, kind: ast.expr | None, call: ast.expr | None) -> Line:
+def _line(name: str, kind: ast.expr | None, call: ast.expr | None, text: Sequence[str]) -> Line:
     role, params = "", tuple[str, ...]()
     if isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.MatMult):
         known, kind = kind.right, kind.left
-        role = ast.unparse(known.func) if isinstance(known, ast.Call) else ast.unparse(known)
+        role = _cut(known.func if isinstance(known, ast.Call) else known, text)
         params = tuple(ast.literal_eval(arg) for arg in known.args) if isinstance(known, ast.Call) else ()
-    written = ast.unparse(kind) if kind is not None else ""
+    written = _cut(kind, text) if kind is not None else ""
     if not isinstance(call, ast.Call):
         return Line(name or written, written, role, params, "", (), ())
     reads = tuple(n.id for arg in [*call.args, *call.keywords] for n in ast.walk(arg) if isinstance(n, ast.Name))
-    return Line(name, written, role, params, ast.unparse(call.func), tuple(map(ast.unparse, call.args)), reads)
+    args = tuple(_cut(arg, text) for arg in call.args)
+    return Line(name, written, role, params, _cut(call.func, text), args, reads)
+
+
+def _cut(part: ast.expr, text: Sequence[str]) -> str:
+    """What is written there: a line of a text is as `ast.unparse` would write it, which takes longer."""
+    if part.lineno == part.end_lineno and text[part.lineno - 1].isascii():
+        return text[part.lineno - 1][part.col_offset : part.end_col_offset]
+    return ast.unparse(part)

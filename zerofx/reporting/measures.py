@@ -16,21 +16,21 @@ from zerofx.timeline import Span, timeline
 
 @dataclass(frozen=True)
 class Memory:
-    """One graph: `storages` as (node, bytes, first place, last place), and the bytes `held` by the caller throughout.
-
-    `extra` has, by place, what a node takes besides. Places count the graph's nodes: inputs, ops, and the output.
+    """One graph. `storages` are (node, place among its results, bytes, first and last place); places count the graph's
+    inputs, ops and its output. The caller holds `held` bytes throughout; `extra` has, by place, what
+    a node takes besides.
     """
 
     graph: str
     held: int
     length: int
-    storages: tuple[tuple[str, int, int, int], ...]
+    storages: tuple[tuple[str, int, int, int, int], ...]
     extra: dict[str, int]
 
     def curve(self) -> list[int]:
         """The bytes while each node runs."""
         change = [0] * (self.length + 1)
-        for _, size, first, last in self.storages:
+        for _, _, size, first, last in self.storages:
             change[first] += size
             change[last + 1] -= size
         now, found = self.held, list[int]()
@@ -91,5 +91,5 @@ def _memory(program: Program) -> tuple[Memory, ...]:
 
 
 def _told(name: str, life: Life) -> Memory:
-    storages = tuple((storage[0], life.sizes[storage], first, last) for storage, (first, last) in life.spans.items())
+    storages = tuple((*storage, life.sizes[storage], first, last) for storage, (first, last) in life.spans.items())
     return Memory(name, life.held, life.length, storages, {str(place): size for place, size in life.workspace.items()})

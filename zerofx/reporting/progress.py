@@ -35,7 +35,7 @@ class Progress:
             yield
             return
         self.what, self.late = f"zerofx compiles graph {index} for {backend}", False
-        self.status = Status(self.what, console=self.console)
+        status = self.status = Status(self.what, console=self.console)
         timer = Timer(PATIENCE, self._show)
         timer.daemon = True
         timer.start()
@@ -44,15 +44,16 @@ class Progress:
             yield
         finally:
             timer.cancel()
-            self.status.stop()
+            timer.join()
+            status.stop()
             self.status = None
 
     def _show(self) -> None:
-        self.late = True
-        if self.status is None:
+        self.late, status = True, self.status
+        if status is None:
             return
         if self.console.is_terminal:
-            self.status.start()
+            status.start()
         else:
             self.console.print(self.told)
 

@@ -41,11 +41,11 @@ class Recorder:
         fill(self.head, engine)
         self._write()
 
-    def graph(self, index: int, capture: Capture, name: str = "") -> None:
+    def graph(self, index: int, capture: Capture) -> None:
         """Adds a graph that has been compiled."""
-        if not self.broken and capture.steps:
+        if not self.broken:
             try:
-                write_graph(self.folder, self.head.rank, graph_record(index, capture, name))
+                write_graph(self.folder, self.head.rank, graph_record(index, capture))
             except OSError as error:
                 self._give_up(error)
 

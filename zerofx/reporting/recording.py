@@ -66,11 +66,11 @@ class RankRecord:
     graphs: tuple[GraphRecord, ...] = ()
 
 
-def graph_record(index: int, capture: Any, name: str = "") -> GraphRecord:
+def graph_record(index: int, capture: Any) -> GraphRecord:
     """The record of a `Capture` whose passes have run."""
     measures = capture.measures or measures_of_text(capture.steps[-1].text)
     blocks = tuple(map(dict, capture.blocks))
-    return GraphRecord(index, capture.kind, tuple(capture.steps), capture.origins, blocks, measures, name)
+    return GraphRecord(index, capture.kind, tuple(capture.steps), capture.origins, blocks, measures, capture.name)
 
 
 def write_head(folder: Path, head: Head) -> None:

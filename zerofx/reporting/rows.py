@@ -46,31 +46,29 @@ class Rows:
         self.lines: dict[int, Line] = {}
         self.found: dict[int, Origin] = {}
         self.params: dict[str, ParamText] = {}
+        self.layout: dict[str, ParamText] = {}
         self.axes: dict[str, int] = {}
         self.steps = [self._step(step) for step in steps]
 
-    def _number(self, text: str) -> int:
-        return self.texts.known.setdefault(text, len(self.texts.known))
-
     def _step(self, step: Step) -> StepRows:
         made = StepRows(step)
-        for kind, text, line in statements(step.text):
-            number = self._number(text)
+        for kind, text in statements(step.text):
+            number = self.texts.known.setdefault(text, len(self.texts.known))
             made.rows.append(number)
             if kind == "def":
                 made.graphs.append(GraphRows(text.removeprefix("def ").rstrip("(")))
             elif kind == "mesh":
                 self.axes = {str(k.arg): ast.literal_eval(k.value) for k in _call(text).keywords}
             elif kind == "param":
-                param = param_of(_call(text))
-                self.params[param.name] = param
-            if line is None:
-                continue
-            self.lines[number] = line
-            graph = made.graphs[-1]
-            {"input": graph.inputs, "op": graph.ops, "output": graph.outputs}[kind].append(number)
-            if number not in self.found:
-                self.found[number] = self._origin(graph, line)
+                if text not in self.layout:
+                    self.layout[text] = param_of(_call(text))
+                self.params[self.layout[text].name] = self.layout[text]
+            elif kind in ("input", "op", "output"):
+                graph = made.graphs[-1]
+                {"input": graph.inputs, "op": graph.ops, "output": graph.outputs}[kind].append(number)
+                if number not in self.lines:
+                    self.lines[number] = _line(kind, text)
+                    self.found[number] = self._origin(graph, self.lines[number])
         self._place(made)
         return made
 
@@ -91,19 +89,17 @@ class Rows:
                 self.found[number] = origin._replace(module=module)
 
 
-def statements(text: str) -> Iterator[tuple[str, str, Line | None]]:
+def statements(text: str) -> Iterator[tuple[str, str]]:
     """The rows of a program's text with their kinds; a graph's inputs and outputs have a row each."""
     lines = iter(text.splitlines())
     for line in lines:
-        kind = line.split("(")[0].split(" ")[0]
-        if kind == "def":
+        if line.startswith("def "):
             yield from _header(_whole(line, lines, "):"))
-        elif line.startswith("    return"):
-            yield from _returned(_whole(line, lines, "]") if line.startswith("    return [") else line)
-        elif line.startswith("    "):
-            yield "op", line, line_of(line.strip())
+        elif line.startswith("    return ["):
+            yield from _returned(_whole(line, lines, "]"))
         elif line:
-            yield kind, line, None
+            kind = "op" if line.startswith("    ") and not line.startswith("    return") else line.split("(")[0]
+            yield kind, line
 
 
 def _whole(line: str, lines: Iterator[str], end: str) -> str:
@@ -114,32 +110,27 @@ def _whole(line: str, lines: Iterator[str], end: str) -> str:
     return "\n".join(found)
 
 
-@lru_cache(maxsize=256)
-def _header_rows(text: str) -> tuple[tuple[str, str, Line | None], ...]:
+@lru_cache(maxsize=64)
+def _header(text: str) -> tuple[tuple[str, str], ...]:
     function = ast.parse(text + " pass").body[0]
     assert isinstance(function, ast.FunctionDef)
-    rows: list[tuple[str, str, Line | None]] = [("def", f"def {function.name}(", None)]
-    for arg in function.args.args:
-        written = f"{arg.arg}: {ast.unparse(arg.annotation)}" if arg.annotation else arg.arg
-        rows.append(("input", f"    {written},", line_of(written)))
-    return (*rows, ("end", "):", None))
+    written = [
+        f"{arg.arg}: {ast.unparse(arg.annotation)}" if arg.annotation else f"{arg.arg}: untyped"
+        for arg in function.args.args
+    ]
+    return (("def", f"def {function.name}("), *(("input", f"    {each},") for each in written), ("end", "):"))
 
 
-def _header(text: str) -> Iterator[tuple[str, str, Line | None]]:
-    yield from _header_rows(text)
+@lru_cache(maxsize=64)
+def _returned(text: str) -> tuple[tuple[str, str], ...]:
+    written = [f"        {each}," for each, _ in outputs_of(text.strip())]
+    return (("end", "    return ["), *(("output", each) for each in written), ("end", "    ]"))
 
 
-@lru_cache(maxsize=256)
-def _returned_rows(text: str) -> tuple[tuple[str, str, Line | None], ...]:
-    found = outputs_of(text.strip())
-    if not found:
-        return (("end", text, None),)
-    rows = [("output", f"        {written},", line) for written, line in found]
-    return (("end", "    return [", None), *rows, ("end", "    ]", None))
-
-
-def _returned(text: str) -> Iterator[tuple[str, str, Line | None]]:
-    yield from _returned_rows(text)
+def _line(kind: str, text: str) -> Line:
+    """What the row of a node says."""
+    written = text.strip().removesuffix(",")
+    return outputs_of(f"return [{written}]")[0][1] if kind == "output" else line_of(written)
 
 
 def bytes_of(line: Line) -> int | None:

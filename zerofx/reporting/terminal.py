@@ -115,8 +115,8 @@ def _print_memory(graph: GraphRecord, console: Console) -> None:
         table.add_column("bytes", justify="right")
         for head in ("made by", "from node", "to node"):
             table.add_column(head)
-        alive = [each for each in memory.storages if each[2] <= at <= each[3]]
-        for name, count, first, last in sorted(alive, key=lambda each: -each[1])[:MOST]:
+        alive = [each for each in memory.storages if each[3] <= at <= each[4]]
+        for name, _, count, first, last in sorted(alive, key=lambda each: -each[2])[:MOST]:
             table.add_row(size(count), name, str(first), str(last))
         others = f", and {len(alive) - MOST} smaller tensors" if len(alive) > MOST else ""
         table.caption = f"and {size(memory.held)} that the caller holds{others}"

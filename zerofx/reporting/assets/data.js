@@ -101,7 +101,7 @@ zx.lastUse = function (program, step, graph, name) {
   const memory = step === program.steps.length - 1 && program.memory.find((each) => each.graph === graph.name);
   const own = memory ? memory.storages.filter((storage) => storage[0] === name) : [];
   if (!own.length) return null;
-  return graph.nodes[Math.max(...own.map((storage) => storage[3]))]?.name || "the end of the graph";
+  return graph.nodes[Math.max(...own.map((storage) => storage[4]))]?.name || "the end of the graph";
 };
 
 /* Numbers for people. */

@@ -10,9 +10,9 @@ const LEAVES = 80; // nodes that stand side by side in one module before they ar
 zx.tree = function (program, step, graph) {
   const changes = zx.changes(program, step);
   const root = { id: "", name: "", parent: null, modules: new Map(), leaves: [], count: 0, added: 0, gone: 0, kinds: {} };
-  const add = (node, state) => {
-    const path = node.module ? node.module.split(".") : [];
-    if (graph.name === "joint") path.unshift(node.backward ? "(backward)" : "(forward)");
+  const add = (node, state, group) => {
+    const path = group ? [group] : node.module ? node.module.split(".") : [];
+    if (graph.name === "joint" && !group) path.unshift(node.backward ? "(backward)" : "(forward)");
     let at = root;
     const up = [root];
     for (const part of path) {
@@ -27,7 +27,8 @@ zx.tree = function (program, step, graph) {
       if (node.kind !== "op" && state !== "gone") each.kinds[node.kind] = (each.kinds[node.kind] || 0) + 1;
     }
   };
-  for (const node of graph.nodes) add(node, changes.state.get(node.name) || "");
+  const aside = zx.aside(graph.nodes);
+  for (const node of graph.nodes) add(node, changes.state.get(node.name) || "", aside.get(node.name));
   if (zx.showGone)
     for (const { n, graph: from } of changes.gone) {
       const here = from === graph.name || (graph.name !== "joint" && from === "joint" && n.backward === (graph.name === "backward"));
@@ -35,6 +36,22 @@ zx.tree = function (program, step, graph) {
     }
   zx.chunk(root);
   return root;
+};
+
+/* What stands beside the modules: inputs, and what is made of stored parts before, or of gradients behind, a bucket. */
+const STORED = "(parameters)", GIVEN = "(inputs)", REDUCED = "(gradients)";
+zx.aside = function (nodes) {
+  const found = new Map(), reduced = new Set();
+  for (const node of nodes) {
+    const sent = node.kind === "gather" || node.kind === "scatter" || node.kind === "reduce";
+    if (node.kind === "parameter") found.set(node.name, node.params.length ? STORED : GIVEN);
+    else if (sent && node.params.length > 1 && node.role === "reduce_grad") reduced.add(node.name);
+    else if (node.role === "reduce_grad" && node.reads.some((name) => reduced.has(name))) {
+      reduced.add(node.name);
+      found.set(node.name, REDUCED);
+    } else if (node.role === "unshard" && !sent && node.reads.length && node.reads.every((name) => found.get(name) === STORED)) found.set(node.name, STORED);
+  }
+  return found;
 };
 
 zx.branch = (parent, name) => ({
@@ -121,7 +138,7 @@ zx.elements = function (root, graph) {
       if (!from || from === to) continue;
       const key = from + " " + to;
       if (edges.has(key)) edges.get(key).data.count++;
-      else edges.set(key, { data: { id: "e:" + key, source: from, target: to, count: 1 }, classes: state === "gone" ? "gone" : "" });
+      else edges.set(key, { data: { id: "e:" + key, source: from, target: to, count: 1 }, classes: (state === "gone" ? "gone " : "") + (from.startsWith("m:(") ? "faint" : "") });
     }
   });
   return elements.concat([...edges.values()]);
@@ -164,6 +181,7 @@ zx.look = function () {
     { selector: "node.changed", style: { "border-color": c("changed"), "border-width": 3 } },
     { selector: "node.gone", style: { "border-color": c("gone"), "border-width": 2, "border-style": "dashed", "background-color": c("cut-back"), color: c("gone"), opacity: 0.85 } },
     { selector: "node.gone-inside", style: { "border-color": c("gone"), "border-style": "dashed" } },
+    { selector: "edge.faint", style: { width: 1, opacity: 0.3, "line-style": "dashed" } },
     { selector: "edge.gone", style: { "line-style": "dashed", "line-color": c("gone"), "target-arrow-color": c("gone") } },
     { selector: "node:selected, node.chosen", style: { "overlay-color": c("link"), "overlay-opacity": 0.25, "overlay-padding": 6 } },
     { selector: "edge.near", style: { "line-color": c("link"), "target-arrow-color": c("link"), opacity: 1, "z-index": 9 } },

@@ -15,7 +15,6 @@ zx.passList = function () {
 
 zx.go = function (step) {
   zx.step = Math.max(0, Math.min(step, zx.program.steps.length - 1));
-  zx.opened = new Set();
   zx.show(zx.tab === "diff" ? "diff" : "graph");
 };
 
@@ -40,7 +39,7 @@ zx.views.graph = function (main) {
   const side = zx.el("aside", { class: "side right", id: "details" });
   main.append(zx.el("div", { class: "work" }, zx.passList(), zx.el("div", { class: "middle" }, bar, place), side));
   zx.root = zx.tree(zx.program, zx.step, graph);
-  if (!zx.opened.size) zx.openSome(zx.root);
+  if (![...zx.root.modules.values()].some((module) => zx.opened.has(module.id))) zx.openSome(zx.root);
   zx.draw(place, zx.root, graph);
   if (zx.selected && graph.byName.has(zx.selected)) zx.select(zx.selected);
   else zx.showStep();

@@ -18,7 +18,7 @@ zx.views.memory = function (main) {
   for (const part of program.memory) {
     const graph = graphs.find((each) => each.name === part.graph);
     const change = new Float64Array(part.length + 1), held = new Float64Array(part.length + 1);
-    for (const [name, size, first, end] of part.storages) {
+    for (const [name, , size, first, end] of part.storages) {
       const node = zx.maker(graphs, part.graph, name);
       change[first] += size; change[end + 1] -= size;
       if (node?.role === "unshard") { held[first] += size; held[end + 1] -= size; }
@@ -40,8 +40,8 @@ zx.views.memory = function (main) {
     height: 420, cursor: { drag: { x: true, y: false } }, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05 || 1] } },
     axes: zx.axes({ label: "node, in the order of execution" }, { values: bytes, size: 84 }),
     series: [{ label: "node", value: (u, v) => (v === null ? "" : `${at[v].part.graph} ${at[v].node?.name || "output"}`) },
-      { label: "all", stroke: zx.colour("link"), fill: zx.colour("link") + "33", paths: uPlot.paths.stepped({ align: 1 }), value: (u, v) => zx.bytes(v), points: { show: false } },
-      { label: "gathered parameters", stroke: zx.colour("scatter"), fill: zx.colour("scatter") + "44", paths: uPlot.paths.stepped({ align: 1 }), value: (u, v) => zx.bytes(v), points: { show: false } }],
+      { label: "all", stroke: zx.colour("link"), fill: zx.colour("link") + "33", paths: uPlot.paths.stepped({ align: 1 }), value: (u, v) => (v === null ? "" : zx.bytes(v)), points: { show: false } },
+      { label: "gathered parameters", stroke: zx.colour("scatter"), fill: zx.colour("scatter") + "44", paths: uPlot.paths.stepped({ align: 1 }), value: (u, v) => (v === null ? "" : zx.bytes(v)), points: { show: false } }],
     hooks: {
       setCursor: [(u) => { if (!kept && u.cursor.left >= 0 && u.cursor.idx !== null && u.cursor.idx !== undefined) tell(u.cursor.idx); }],
       draw: [(u) => zx.boundaries(u, at)],
@@ -56,7 +56,7 @@ zx.maker = (graphs, name, node) => graphs.find((each) => each.name === name)?.by
 
 zx.boundaries = function (u, at) {
   const { ctx } = u;
-  ctx.save(); ctx.strokeStyle = ctx.fillStyle = zx.colour("soft"); ctx.font = "13px system-ui"; ctx.setLineDash([5, 4]);
+  ctx.save(); ctx.strokeStyle = ctx.fillStyle = zx.colour("soft"); ctx.font = "13px system-ui"; ctx.textAlign = "left"; ctx.setLineDash([5, 4]);
   at.forEach(({ part, place }, i) => {
     if (place) return;
     const x = u.valToPos(i, "x", true);
@@ -67,10 +67,10 @@ zx.boundaries = function (u, at) {
 };
 
 zx.alive = function ({ part, place, node }, total, graphs) {
-  const alive = part.storages.filter(([, , first, end]) => first <= place && place <= end).sort((a, b) => b[1] - a[1]);
-  const rows = alive.slice(0, 25).map(([name, size]) => {
+  const alive = part.storages.filter(([, , , first, end]) => first <= place && place <= end).sort((a, b) => b[2] - a[2]);
+  const rows = alive.slice(0, 25).map(([name, result, size]) => {
     const made = zx.maker(graphs, part.graph, name);
-    return zx.el("tr", {}, zx.el("td", { class: "number" }, zx.bytes(size)), zx.el("td", {}, zx.linkLast(name), made?.role === "unshard" ? [" ", zx.el("span", { class: "chip gather" }, "gathered")] : "", zx.el("br"), zx.el("span", { class: "soft" }, made?.params.join(", ") || made?.module || "")));
+    return zx.el("tr", {}, zx.el("td", { class: "number" }, zx.bytes(size)), zx.el("td", {}, zx.linkLast(name), made?.role === "unshard" ? [" ", zx.el("span", { class: "chip gather" }, "gathered")] : "", zx.el("br"), zx.el("span", { class: "soft" }, (made?.params.length > 1 ? made.params[result] : made?.params[0]) || made?.module || "")));
   });
   return [zx.el("h3", {}, `At ${part.graph} ${node?.name || "output"}: ${zx.bytes(total)}`), zx.el("p", { class: "soft" }, `${alive.length} tensors`, part.held ? `, and ${zx.bytes(part.held)} that the caller holds (inputs, results)` : ""),
     zx.el("table", {}, zx.el("tbody", {}, rows)), alive.length > 25 ? zx.el("p", { class: "soft" }, `and ${alive.length - 25} smaller ones`) : null].filter(Boolean);
