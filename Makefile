@@ -5,7 +5,7 @@ RANKS ?= 2
 ARGS ?=
 PIP = .venv/bin/pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: train test test-full lint bench clean
+.PHONY: train test test-full lint docs bench clean
 
 train: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train.py $(ARGS)
@@ -20,6 +20,9 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet -f docs/mkdocs.yml
 
 bench: .venv/installed-bench
 	.venv/bin/python -m tests.bench --ranks $(RANKS) $(ARGS)
@@ -40,4 +43,8 @@ clean:
 
 .venv/installed-bench: .venv/installed
 	$(PIP) -e '.[test,bench]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(PIP) -e '.[test,docs]'
 	touch $@

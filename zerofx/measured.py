@@ -26,7 +26,7 @@ def measured(profile: Any) -> Timeline:
     named = [event for event in events if NAME.fullmatch(event.name)]
     if not named:
         raise ValueError(
-            "the profile has no collectives of zerofx's: run a step inside it, on two or more ranks, of a model that is "
+            "the profile has no collectives of zerofx's: run a step inside it, on two or more ranks, of a model "
             "compiled with backend='interpreter'"
         )
     zero = min(event.time_range.start for event in events)

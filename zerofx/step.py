@@ -82,6 +82,8 @@ def train_step(
             neither clip nor loss scale, which need all gradients first. A parameter that is also read outside of
             graphs, or by a graph whose output the loss ignores, is updated behind the backward. Parameters then have
             no gradients for hooks to see, and a step that raises may have updated some of them.
+        callback: `callback(result, *batch)`, or `callback(result, **batch)` for a mapping, runs behind each step, such
+            as a `zerofx.TensorBoard`; ranks may have different ones, or none.
 
     Raises:
         ConfigError: an argument is not possible, or not the model's.

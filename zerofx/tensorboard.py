@@ -23,8 +23,8 @@ class TensorBoard:
 
     It writes `loss`, `grad_norm`, `loss_scale`, `skipped`, `memory_bytes`, `steps_per_second` and, with `tokens`,
     `tokens_per_second` of all ranks, which are taken to get as many each. `memory_bytes` is the most that the GPU has
-    had allocated, or on CPUs the most resident memory of the process. Results are looked at every `every` steps, so that
-    in between nothing waits for a step.
+    had allocated, or on CPUs the most resident memory of the process. Results are looked at every `every` steps, so
+    that in between nothing waits for a step.
 
     Args:
         folder: where event files go; or a writer that has `add_scalar(name, value, step)`.
