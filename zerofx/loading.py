@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from zerofx import random_state, saved_names
 from zerofx.checkpoint_files import METADATA, Reader, failure_of, read_metadata, read_plain
 from zerofx.manifest import CheckpointError, Manifest
+from zerofx.parts import as_list
 from zerofx.saved_names import STATES, Names, blank_state, fingerprint, listed
-from zerofx.saving import BESIDE, as_list
+from zerofx.saving import BESIDE
 from zerofx.together import together
 
 CALLER = "zerofx.load"

@@ -19,8 +19,9 @@ from zerofx import publish
 from zerofx.checkpoint_files import Reader
 from zerofx.loading import Saved
 from zerofx.manifest import CheckpointError
+from zerofx.parts import Part
 from zerofx.saved_names import MODEL
-from zerofx.saving import Job, Part
+from zerofx.saving import Job
 
 PLAIN = (".pt", ".pth", ".bin")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
