@@ -5,7 +5,7 @@ RANKS ?= 2
 ARGS ?=
 PIP = .venv/bin/pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: train test test-full lint docs bench clean
+.PHONY: train test test-full fuzz lint docs bench clean
 
 train: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train.py $(ARGS)
@@ -15,6 +15,10 @@ test: .venv/installed-hf
 
 test-full: .venv/installed-hf
 	.venv/bin/python -m pytest --full $(ARGS)
+
+# EXAMPLES random models, drawn by SEED, or by another one each time
+fuzz: .venv/installed
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.fuzz $(if $(EXAMPLES),--examples $(EXAMPLES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zerofx.config import STAGES, Config
-from zerofx.doctor import doctor
+from zerofx.doctor import SECONDS, doctor
 from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
 from zerofx.planning import command as plan_command
@@ -53,7 +53,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("passes", help="print the table of passes")
     commands.add_parser("tune", help="measure the process group, on every rank of it")
-    commands.add_parser("doctor", help="print versions and backends, and try an all-reduce")
+    looks = commands.add_parser("doctor", help="print versions and backends, and try all-reduces")
+    looks.add_argument("--seconds", type=float, default=SECONDS, help="how long to try; default: %(default)g")
     out = commands.add_parser("export", help="write a checkpoint's weights as safetensors or as a plain state dict")
     out.add_argument("checkpoint", type=Path)
     out.add_argument("out", type=Path, help="a folder for safetensors; a name in .pt, .pth or .bin for a state dict")
@@ -93,7 +94,7 @@ def main() -> None:
     if command == "passes":
         print(pass_table())
     elif command == "doctor":
-        parser.exit(doctor())
+        parser.exit(doctor(arguments.seconds))
     elif "RANK" not in os.environ:
         parser.error("tune runs on every rank: python -m torch.distributed.run --nproc-per-node 2 -m zerofx tune")
     else:

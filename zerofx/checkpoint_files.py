@@ -6,16 +6,17 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from zerofx.manifest import CheckpointError, Entry
+from zerofx.manifest import ANOTHER, CheckpointError, Entry
 
 METADATA = ".metadata"
 CLASSES = {
@@ -39,8 +40,8 @@ CLASSES = {
 class Hashed:
     """A file that is written once, from its start; it takes the checksum of what passes."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.hash, self.bytes = file, hashlib.sha256(), 0
+    def __init__(self, file: IO[bytes], told: Callable[[int], None] = lambda count: None) -> None:
+        self.file, self.hash, self.bytes, self.told = file, hashlib.sha256(), 0, told
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -52,6 +53,7 @@ class Hashed:
             raise
         self.hash.update(data)
         self.bytes += count
+        self.told(count)
         return count
 
     def entry(self) -> Entry:
@@ -71,9 +73,10 @@ class Hashed:
 
 
 class Files(FileSystem):
-    """A folder's files, with an entry for each that was written."""
+    """A folder's files, with an entry for each that was written. `told` hears of the bytes as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self.told = told
         self.entries: dict[str, Entry] = {}
         self.error: OSError | None = None
 
@@ -82,7 +85,7 @@ class Files(FileSystem):
         place = Path(path)
         try:
             with place.open(mode) as file:
-                hashed = Hashed(cast("IO[bytes]", file))
+                hashed = Hashed(cast("IO[bytes]", file), self.told)
                 try:
                     yield cast("io.IOBase", hashed)
                 finally:
@@ -100,9 +103,9 @@ class Files(FileSystem):
 class Writer(FileSystemWriter):
     """Writes a rank's tensors into one file, and on the first rank the metadata; both are on the disk behind it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, told: Callable[[int], None]) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
-        self.files = self.fs = Files()
+        self.files = self.fs = Files(told)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # the folder's name while it is written is nobody's concern
@@ -120,9 +123,15 @@ class Reader(FileSystemReader):
         for info in metadata.storage_data.values():
             if info.relative_path not in self.known or info.transform_descriptors:
                 raise CheckpointError(
-                    f"{self.folder / METADATA} names {info.relative_path!r}, and the manifest does not"
+                    f"{self.folder / METADATA} names {info.relative_path!r}, and the manifest does not; {ANOTHER}"
                 )
         return metadata
+
+
+def failure_of(error: CheckpointException, rank: int) -> BaseException | None:
+    """What torch.distributed.checkpoint says that went wrong on this rank; None where it was another one."""
+    mine = next((found for place, (found, _) in error.failures.items() if place == rank), None)
+    return mine if error.failures else CheckpointError(str(error))
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -143,9 +152,11 @@ def read_metadata(folder: Path) -> Metadata:
         with place.open("rb") as file:
             metadata = PlainUnpickler(file).load()
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{place} is not the metadata of a checkpoint: {error}") from None
+        raise CheckpointError(f"{place} is not the metadata of a checkpoint: {error}; {ANOTHER}") from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{place} is not the metadata of a checkpoint: it holds {type(metadata).__name__}")
+        raise CheckpointError(
+            f"{place} is not the metadata of a checkpoint: it holds {type(metadata).__name__}; {ANOTHER}"
+        )
     return metadata
 
 
@@ -182,4 +193,4 @@ def read_plain(place: Path) -> Any:
     try:
         return torch.load(place, map_location="cpu", weights_only=True)
     except (OSError, pickle.PickleError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{place} cannot be read: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{place} cannot be read: {str(error).splitlines()[0]}; {ANOTHER}") from None

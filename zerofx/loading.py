@@ -17,13 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zerofx import random_state, saved_names
-from zerofx.checkpoint_files import METADATA, Reader, read_metadata, read_plain
+from zerofx.checkpoint_files import METADATA, Reader, failure_of, read_metadata, read_plain
 from zerofx.manifest import CheckpointError, Manifest
+from zerofx.parts import as_list
 from zerofx.saved_names import STATES, Names, blank_state, fingerprint, listed
-from zerofx.saving import BESIDE, as_list
+from zerofx.saving import BESIDE
 from zerofx.together import together
 
 CALLER = "zerofx.load"
+AS_SAVED = "build the model as it was saved"
 
 
 class Loaded(NamedTuple):
@@ -161,12 +163,13 @@ class Plan:
         found = self.saved.size_of(path)
         name = ".".join(path)
         if found is None:
-            raise CheckpointError(f"{self.saved.folder} has no {name!r}")
+            raise CheckpointError(f"{self.saved.folder} has no {name!r}: load another checkpoint")
         if target is None:
             target = torch.empty(found.size, dtype=found.properties.dtype)
         elif target.shape != found.size:
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(found.size)} in {self.saved.folder}, and {tuple(target.shape)} here"
+                f"{name!r} has the shape {tuple(found.size)} in {self.saved.folder}, and {tuple(target.shape)} here: "
+                "build the model as it was saved"
             )
         self.targets[name] = target
         return target
@@ -175,9 +178,9 @@ class Plan:
         tensors = self.names.tensors()
         known = set(self.saved.beside["names"])
         if lost := self.names.without(known):
-            raise CheckpointError(f"{self.saved.folder} does not have {listed(lost)}, which the model has")
+            raise CheckpointError(f"{self.saved.folder} does not have {listed(lost)}, which the model has: {AS_SAVED}")
         if lost := self.names.objects().keys() - self.saved.beside["objects"].keys():
-            raise CheckpointError(f"{self.saved.folder} does not have {listed(lost)}, which the model has")
+            raise CheckpointError(f"{self.saved.folder} does not have {listed(lost)}, which the model has: {AS_SAVED}")
         for path, tensor in ((path, tensor) for path, tensor in tensors.items() if path[-1] in known):
             self._add(self.saved.place(path, path in self.names.own), tensor.detach())
 
@@ -187,7 +190,8 @@ class Plan:
             raise CheckpointError(f"{self.saved.folder} was saved without an optimizer: load the model alone")
         if saved["kind"] != type(optimizer).__name__:
             raise CheckpointError(
-                f"{self.saved.folder} has states of {saved['kind']}, and the optimizer is {type(optimizer).__name__}"
+                f"{self.saved.folder} has states of {saved['kind']}, and the optimizer is {type(optimizer).__name__}: "
+                f"build {saved['kind']}, or load the model alone"
             )
         self.groups = [regrouped(group, saved["groups"], self.saved.folder) for group in self.names.groups(optimizer)]
         for name in (name for group in self.groups for name in group["params"]):
@@ -196,14 +200,16 @@ class Plan:
                 path = self.saved.place((*STATES, name, key), self.names.is_own(name))
                 found = self.saved.size_of(path)
                 if found is None:
-                    raise CheckpointError(f"{self.saved.folder} has no {'.'.join(path)!r}")
+                    raise CheckpointError(f"{self.saved.folder} has no {'.'.join(path)!r}: load another checkpoint")
                 blank = blank_state(self.names.params[name], key, found.size, found.properties.dtype)
                 self.state[name][key] = self._add(path, blank)
 
     def refuse_others(self, schedulers: list[Any], loss_scale: Any) -> None:
         count = len(self.saved.beside["scheduler"])
         if schedulers and len(schedulers) != count:
-            raise CheckpointError(f"{self.saved.folder} has {count} scheduler(s), not {len(schedulers)}")
+            raise CheckpointError(
+                f"{self.saved.folder} has {count} scheduler(s), not {len(schedulers)}: pass as many, or none"
+            )
         if loss_scale is not None and self.saved.beside["loss_scale"] is None:
             raise CheckpointError(f"{self.saved.folder} was saved without a loss scale: leave loss_scale out")
 
@@ -219,13 +225,15 @@ class Plan:
             used, params = (set().union(*(each[place] for each in told)) for place in (0, 1))
         beside = self.saved.beside
         if left := {*beside["names"], *beside["objects"]} - used:
-            raise CheckpointError(f"{CALLER} failed: {self.saved.folder} has {listed(left)}, which the model has not")
+            raise CheckpointError(
+                f"{CALLER} failed: {self.saved.folder} has {listed(left)}, which the model has not: {AS_SAVED}"
+            )
         if self.optimizer is not None:
             saved = {name for each in beside["optimizer"]["groups"] for name in each["params"]}
             if left := saved - params:
                 raise CheckpointError(
                     f"{CALLER} failed: {self.saved.folder} has optimizer states of {listed(left)}, which the optimizer "
-                    "has not"
+                    "has not: give it the parameters that it had, or load the model alone"
                 )
 
     def read(self, group: dist.ProcessGroup | None) -> BaseException | None:
@@ -236,8 +244,7 @@ class Plan:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 state_dict_loader.load(self.targets, storage_reader=reader, process_group=group, no_dist=group is None)
         except CheckpointException as error:
-            mine = next((e for place, (e, _) in error.failures.items() if place == self.saved.rank), None)
-            return mine or CheckpointError("another rank could not read the checkpoint")
+            return failure_of(error, self.saved.rank)
         return None
 
     def give(self, schedulers: list[Any], loss_scale: Any) -> None:
@@ -269,7 +276,10 @@ def regrouped(group: Mapping[str, Any], saved: list[dict[str, Any]], folder: Pat
     options: dict[str, Any] | None = None
     by_name = {name: each for each in saved for name in each["params"]}
     if lost := set(group["params"]) - by_name.keys():
-        raise CheckpointError(f"{folder} has no optimizer options of {listed(lost)}, which the optimizer has")
+        raise CheckpointError(
+            f"{folder} has no optimizer options of {listed(lost)}, which the optimizer has: give it the parameters "
+            "that it had, or load the model alone"
+        )
     for name in group["params"]:
         found = {key: value for key, value in by_name[name].items() if key != "params"}
         if options is not None and fingerprint(found) != fingerprint(options):

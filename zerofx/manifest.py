@@ -15,6 +15,7 @@ import torch
 NAME = "manifest.json"
 FORMAT = "zerofx checkpoint"
 VERSION = 1
+ANOTHER = "load another checkpoint"
 
 
 class CheckpointError(RuntimeError):
@@ -69,9 +70,9 @@ class Manifest:
                 "finds those in a folder"
             ) from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{place} cannot be read: {error}") from None
+            raise CheckpointError(f"{place} cannot be read: {error}; {ANOTHER}") from None
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-            raise CheckpointError(f"{place} is not the manifest of a checkpoint of zerofx.save")
+            raise CheckpointError(f"{place} is not the manifest of a checkpoint of zerofx.save: {ANOTHER}")
         if facts.get("version") != VERSION:
             raise CheckpointError(
                 f"{place} has version {facts.get('version')!r} of the format and this zerofx reads {VERSION}: load it "
@@ -79,7 +80,7 @@ class Manifest:
             )
         written = facts.pop("sha256", None)
         if written != _digest(facts):
-            raise CheckpointError(f"{place} is damaged: its content does not have its checksum")
+            raise CheckpointError(f"{place} is damaged: its content does not have its checksum; {ANOTHER}")
         files = {name: Entry(*entry) for name, entry in facts["files"].items()}
         return cls(files, facts["step"], facts["world"], facts["time"], facts["torch"])
 
@@ -89,9 +90,13 @@ class Manifest:
             try:
                 size = (folder / name).stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{folder / name} is missing or cannot be read: {error.strerror}") from None
+                raise CheckpointError(
+                    f"{folder / name} is missing or cannot be read: {error.strerror}; {ANOTHER}"
+                ) from None
             if size != entry.bytes:
-                raise CheckpointError(f"{folder / name} is damaged: it has {size:,} bytes and not {entry.bytes:,}")
+                raise CheckpointError(
+                    f"{folder / name} is damaged: it has {size:,} bytes and not {entry.bytes:,}; {ANOTHER}"
+                )
 
     def check_contents(self, folder: Path, names: Iterable[str]) -> None:
         """Reads these files, and raises CheckpointError for one that is not what was written."""
@@ -100,9 +105,9 @@ class Manifest:
                 with (folder / name).open("rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
-                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from None
+                raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}; {ANOTHER}") from None
             if found != self.files[name].sha256:
-                raise CheckpointError(f"{folder / name} is damaged: its content does not have its checksum")
+                raise CheckpointError(f"{folder / name} is damaged: its content does not have its checksum; {ANOTHER}")
 
 
 def _digest(facts: Mapping[str, Any]) -> str:

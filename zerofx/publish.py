@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -93,15 +94,28 @@ def publish(partial: Path, path: Path, overwrite: bool) -> None:
     remove(old)
 
 
-def refuse_keep(keep: int | None) -> None:
+def refuse_keep(keep: int | None, slices: bool) -> None:
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r} is not possible: pass how many checkpoints to keep, at least 1")
+    if keep is not None and slices:
+        raise CheckpointError(
+            f"keep={keep} is not possible where each slice of a model has a folder of its own: leave keep out, and "
+            "remove old checkpoints with all of their slices"
+        )
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes whole checkpoints but for the newest `keep`. Raises OSError."""
-    for place in whole(folder)[:-keep]:
+def prune(path: Path, keep: int) -> None:
+    """Removes whole checkpoints but for the newest `keep`, of those named like `path` but for numbers. Raises OSError.
+
+    Others beside it, such as imported weights or one that was saved as the best so far, are nobody's to remove.
+    """
+    series = [place for place in whole(path.parent) if _without_numbers(place) == _without_numbers(path)]
+    for place in series[:-keep]:
         remove(place)
+
+
+def _without_numbers(path: Path) -> str:
+    return re.sub(r"\d+", "0", path.name.removesuffix(REPLACED))
 
 
 def remove(place: Path) -> None:

@@ -113,7 +113,7 @@ def _meshes(model: nn.Module) -> list[DeviceMesh]:
 def refuse_model(model: Any) -> None:
     """Raises CheckpointError for a model in a state that cannot be saved or loaded into."""
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise CheckpointError(f"the model is a {type(model).__name__}, not a torch.nn.Module: pass the model")
     for name, param in model.named_parameters():
         if param.is_meta:
             raise CheckpointError(
@@ -129,6 +129,20 @@ def refuse_model(model: Any) -> None:
         params = (module._parameters.get(name) for name in module.__dict__.get(READS, ()))
         if not all(param is None or isinstance(param, DTensor) for param in params):
             raise CheckpointError("the model is inside zerofx.full_params: leave it first")
+
+
+@torch.no_grad()
+def refuse_not_finite(model: nn.Module) -> None:
+    """Raises CheckpointError where a parameter that trains has become nan or inf on this rank."""
+    for name, param in model.named_parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        if not param.requires_grad or not local.is_floating_point() or local.sum(dtype=torch.float32).isfinite():
+            continue
+        if not local.isfinite().all():
+            raise CheckpointError(
+                f"parameter {name!r} holds nan or inf, as after a step whose loss was not finite: go on from the last "
+                "checkpoint, with another batch or a lower rate"
+            )
 
 
 class Names:

@@ -7,24 +7,24 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerofx import background, publish, saved_names
 from zerofx.background import Saving
-from zerofx.checkpoint_files import Writer, as_bytes, write_plain
-from zerofx.manifest import CheckpointError, Entry, Manifest
-from zerofx.random_state import digests, generators
-from zerofx.saved_names import GROUPS, Names, States, Tensors, fingerprint
+from zerofx.checkpoint_files import Writer, failure_of, write_plain
+from zerofx.manifest import Entry, Manifest
+from zerofx.parts import Part, collect, nested
+from zerofx.progress import bar
+from zerofx.saved_names import fingerprint
 from zerofx.together import together
 
 CALLER = "zerofx.save"
@@ -44,6 +44,7 @@ def save(
     overwrite: bool = False,
     keep: int | None = None,
     asynchronous: bool = False,
+    progress: bool | None = None,
 ) -> Saving | None:
     """Saves a training as the folder `path`. Call it on all ranks that share the model, between two steps.
 
@@ -54,6 +55,8 @@ def save(
     Saved are parameters and buffers under the keys of `model.state_dict()`, the optimizer's states and options by the
     names of parameters, and the generators of random numbers of every rank. Gradients are not. Buffers, and parameters
     that zerofx was told to ignore, are the first rank's, and those of other ranks beside them where they differ.
+
+    A model is not saved with trainable parameters that hold nan or inf, so that no good checkpoint is removed for it.
 
     Ranks whose slices of a model zerofx does not know how to join, as with an `mpu`, save each slice by a call with a
     folder of its own.
@@ -68,128 +71,33 @@ def save(
         extra: numbers, strings and tensors, in lists, tuples and dicts, equal on all ranks, such as the position in the
             data. What differs between ranks, gather into a list first.
         overwrite: replace a checkpoint of that name, at once.
-        keep: remove older checkpoints from the folder that `path` is in, but for that many.
+        keep: remove older checkpoints from the folder that `path` is in, but for that many. Only those count that are
+            named like `path` but for numbers, such as `step-100` and `step-200`.
         asynchronous: copy all into the host's memory, write from there in the background, and return the save, whose
             `wait()` raises what went wrong; so does the next save, which waits for this one.
+        progress: whether the first rank shows how far a save has come that lasts longer than a second. Default: in a
+            terminal, and not in the background.
 
     Raises CheckpointError, the same on all ranks.
     """
     target = Path(path).absolute()
     group = saved_names.group_of(model)
     saved_names.refuse_shared_folder(model, str(target))
-    problem: Exception | None = None
-    part, folder = Part({}, {}), None
+    if asynchronous and progress is None:  # training draws meanwhile
+        progress = False
     facts: dict[str, Any] = {"the path": str(target), "the step": step, "overwrite": overwrite, "keep": keep}
     facts["asynchronous"] = asynchronous
-    try:
-        background.settle(group)
-        publish.refuse_keep(keep)
+
+    def collected() -> Part:
         part = collect(model, optimizer, scheduler, loss_scale, {"step": step, "extra": extra})
-        facts["extra"] = fingerprint(extra)
-        if group is None or group.rank() == 0:
-            publish.refuse_target(target, overwrite)
-            folder = publish.begin(target)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = error
-    try:
-        notes = together(CALLER, group, problem, part.note(folder), facts)
-        part.divide(notes, group)
-        job = Job(part, Path(notes[0]["folder"]), target, group, overwrite, keep)
-        if asynchronous:
-            return background.start(group, stage(job).run)
-    except BaseException:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        publish.refuse_keep(keep, slices=bool(part.beside["slice"]))
+        return part
+
+    job = begin(Job(Part({}, {}), target, target, group, overwrite, keep, progress), collected, facts)
+    if asynchronous:
+        return background.start(group, stage(job).run)
     job.run()
     return None
-
-
-@dataclass
-class Part:
-    """What one rank brings to a checkpoint: tensors, and beside them plain values.
-
-    `own` are the tensors that each rank has its own.
-    """
-
-    tensors: Tensors
-    beside: dict[str, Any]
-    own: set[saved_names.Path] = field(default_factory=set)
-
-    def note(self, folder: Path | None) -> dict[str, Any]:
-        """What the other ranks must know of it."""
-        return {
-            "folder": str(folder),
-            "names": fingerprint(sorted(self.tensors)),
-            "own": {path: fingerprint(self.tensors[path]) for path in self.own},
-            "generators": digests(generators()),
-        }
-
-    def divide(self, notes: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:
-        """Settles what this rank writes, and what stands beside that."""
-        rank = 0 if group is None else group.rank()
-        for path in self.own:
-            holders = [each["own"][path] for each in notes if path in each["own"]]
-            first = next(place for place, each in enumerate(notes) if path in each["own"])
-            if rank == first:
-                continue
-            tensor = self.tensors.pop(path)
-            if notes[rank]["own"][path] != holders[0]:
-                self.tensors[("rank", str(rank), *path)] = tensor
-        blob = torch.frombuffer(bytearray(as_bytes(generators())), dtype=torch.uint8)
-        self.tensors[("rank", str(rank), "generators")] = blob
-        self.beside |= {"world": len(notes), "generators": [each["generators"] for each in notes]}
-        if len({each["names"] for each in notes}) > 1:
-            assert group is not None
-            sides: list[Any] = [None] * group.size()
-            dist.all_gather_object(sides, self.beside, group=group)
-            self.beside = merged(sides)
-
-
-def collect(
-    model: nn.Module, optimizer: optim.Optimizer | None, scheduler: Any, loss_scale: Any, given: dict[str, Any]
-) -> Part:
-    """Collects a rank's part, in the memory in which training has it."""
-    saved_names.refuse_model(model)
-    names = Names(saved_names.bare(model))
-    plain = {**given, "objects": names.objects(), "optimizer": None, "slice": saved_names.slice_of(names.model)}
-    part = Part(names.tensors(), plain, set(names.own))
-    part.beside["names"] = [name for name, value in names.values.items() if isinstance(value, Tensor)]
-    if optimizer is not None:
-        states = States(names, optimizer)
-        part.tensors |= states.tensors
-        part.own |= states.own
-        kind, groups = type(optimizer).__name__, names.groups(optimizer)
-        part.beside["optimizer"] = {"kind": kind, "groups": groups, "tensors": states.known, "values": states.values}
-    part.beside["scheduler"] = [each.state_dict() for each in as_list(scheduler)]
-    part.beside["loss_scale"] = None if loss_scale is None else loss_scale.state_dict()
-    as_bytes(part.beside)
-    return part
-
-
-def as_list(scheduler: Any) -> list[Any]:
-    if isinstance(scheduler, (list, tuple)):
-        return list(scheduler)
-    return [] if scheduler is None else [scheduler]
-
-
-def merged(sides: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What stands beside the tensors where ranks hold different parts of a model, such as the stages of a pipeline."""
-    first = sides[0]
-    names = list(dict.fromkeys(name for side in sides for name in side["names"]))
-    objects = {name: value for side in reversed(sides) for name, value in side["objects"].items()}
-    joined: dict[str, Any] | None = None
-    for optimizer in (side["optimizer"] for side in sides):
-        if optimizer is None:
-            continue
-        joined = joined or {"kind": optimizer["kind"], "groups": [], "tensors": {}, "values": {}}
-        known = {name for group in joined["groups"] for name in group["params"]}
-        for group in optimizer["groups"]:
-            if new := [name for name in group["params"] if name not in known]:
-                joined["groups"].append({**group, "params": new})
-        for kind in ("tensors", "values"):
-            joined[kind] |= optimizer[kind]
-    return {**first, "names": names, "objects": objects, "optimizer": joined}
 
 
 @dataclass(frozen=True)
@@ -202,31 +110,64 @@ class Job:
     group: dist.ProcessGroup | None
     overwrite: bool = False
     keep: int | None = None
+    progress: bool | None = None
 
     def run(self) -> None:
         """Raises CheckpointError, and leaves nothing then."""
         try:
             self._write()
         except BaseException:
-            if self._first():
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self.discard()
             raise
 
+    def discard(self) -> None:
+        """Removes what was written."""
+        if self.first():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def _write(self) -> None:
-        files = together(CALLER, self.group, *_write_tensors(self.part, self.folder, self.group))
+        shown = self.progress if self.first() else False
+        with bar(f"saving {self.target.name}", self.part.local_bytes(), shown) as drawn:
+            files = together(CALLER, self.group, *_write_tensors(self.part, self.folder, self.group, drawn.add))
         problem: Exception | None = None
-        if self._first():
+        if self.first():
             try:
                 finish(self.part, self.folder, self.target, files, self.overwrite)
             except Exception as error:
                 problem = error
         together(CALLER, self.group, problem)
-        if self.keep is not None and self._first():
+        if self.keep is not None and self.first():
             with suppress(OSError):  # what is old and cannot be removed is in nobody's way
-                publish.prune(self.target.parent, self.keep)
+                publish.prune(self.target, self.keep)
 
-    def _first(self) -> bool:
+    def first(self) -> bool:
         return self.group is None or self.group.rank() == 0
+
+
+def begin(draft: Job, collected: Callable[[], Part], facts: dict[str, Any]) -> Job:
+    """The draft with this rank's part and the folder that all write into. Collective.
+
+    Raises CheckpointError, and leaves nothing then.
+    """
+    problem: Exception | None = None
+    part, folder = draft.part, None
+    try:
+        background.settle(draft.group)
+        part = collected()
+        facts["extra"] = fingerprint(part.beside["extra"])
+        if draft.first():
+            publish.refuse_target(draft.target, draft.overwrite)
+            folder = publish.begin(draft.target)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    try:
+        notes = together(CALLER, draft.group, problem, part.note(folder), facts)
+        part.divide(notes, draft.group)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return replace(draft, part=part, folder=Path(notes[0]["folder"]))
 
 
 def stage(job: Job) -> Job:
@@ -239,41 +180,27 @@ def stage(job: Job) -> Job:
         part = Part(tensors, copy.deepcopy(job.part.beside))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    together(CALLER, job.group, problem)
+    try:
+        together(CALLER, job.group, problem)
+    except BaseException:
+        job.discard()
+        raise
     return replace(job, part=part, group=group)
 
 
 def _write_tensors(
-    part: Part, folder: Path, group: dist.ProcessGroup | None
+    part: Part, folder: Path, group: dist.ProcessGroup | None, told: Callable[[int], None]
 ) -> tuple[BaseException | None, Mapping[str, Entry]]:
     """Returns the rank's problem, and the files that it has written."""
-    writer = Writer(folder)
+    writer = Writer(folder, told)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             state_dict_saver.save(nested(part), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         rank = 0 if group is None else group.rank()
-        mine = writer.files.error or next((e for place, (e, _) in error.failures.items() if place == rank), None)
-        return mine or _if_nobody_knows(error, rank), {}
+        return writer.files.error or failure_of(error, rank), {}
     return None, writer.files.entries
-
-
-def _if_nobody_knows(error: CheckpointException, rank: int) -> BaseException | None:
-    return None if error.failures and rank not in error.failures else CheckpointError(str(error))
-
-
-def nested(part: Part) -> dict[str, Any]:
-    """The tensors as torch.distributed.checkpoint takes them, and the optimizer's options as torch saves them there."""
-    tree: dict[str, Any] = {}
-    for path, tensor in part.tensors.items():
-        place = tree
-        for name in path[:-1]:
-            place = place.setdefault(name, {})
-        place[path[-1]] = tensor
-    if part.beside["optimizer"] is not None:
-        tree.setdefault(GROUPS[0], {})[GROUPS[1]] = part.beside["optimizer"]["groups"]
-    return tree
 
 
 def finish(part: Part, folder: Path, target: Path, files: Sequence[Mapping[str, Entry]], overwrite: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,13 @@ import torch.distributed as dist
 
 from zerofx.agree import RankMismatchError, agree
 from zerofx.manifest import CheckpointError
+
+SPACE = "; free space, or give another folder"
+WRITABLE = "; give a folder that this process may write to"
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST), WRITABLE),
+}
 
 
 def together(
@@ -41,5 +49,6 @@ def sentence(problem: BaseException) -> str:
     if isinstance(problem, CheckpointError):
         return str(problem)
     if isinstance(problem, OSError) and problem.strerror:
-        return f"{problem.strerror}: {problem.filename}" if problem.filename else problem.strerror
+        where = f": {problem.filename}" if problem.filename else ""
+        return f"{problem.strerror}{where}{REMEDIES.get(problem.errno or 0, '')}"
     return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"

@@ -19,11 +19,13 @@ from zerofx import publish
 from zerofx.checkpoint_files import Reader
 from zerofx.loading import Saved
 from zerofx.manifest import CheckpointError
+from zerofx.parts import Part
 from zerofx.saved_names import MODEL
-from zerofx.saving import Job, Part
+from zerofx.saving import Job
 
 PLAIN = (".pt", ".pth", ".bin")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DOWNLOAD = "copy or download it once more"
 FILE_BYTES = 4 * 2**30
 """The most that one file of safetensors holds, and so what an export holds at a time, but for larger tensors."""
 
@@ -101,7 +103,7 @@ def read_weights(saved: Saved, names: list[str]) -> dict[str, Tensor]:
     for name in names:
         found = saved.size_of((*MODEL, name))
         if found is None:
-            raise CheckpointError(f"{saved.folder} has no {name!r}")
+            raise CheckpointError(f"{saved.folder} has no {name!r}: export another checkpoint")
         targets[".".join((*MODEL, name))] = torch.empty(found.size, dtype=found.properties.dtype)
     reader = Reader(saved.folder, saved.manifest.files)
     try:
@@ -109,7 +111,7 @@ def read_weights(saved: Saved, names: list[str]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise CheckpointError(f"{saved.folder} cannot be read: {error}") from None
+        raise CheckpointError(f"{saved.folder} cannot be read: {error}; export another checkpoint") from None
     start = len(MODEL[0]) + 1
     return {name[start:]: tensor for name, tensor in targets.items()}
 
@@ -137,7 +139,7 @@ def weights_of(source: Path) -> Mapping[str, Tensor]:
     for file, wanted in _sources(source):
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_plain(file)
         if lost := set(wanted or ()) - found.keys():
-            raise CheckpointError(f"{file} does not have {min(lost)!r}, which the index says it has")
+            raise CheckpointError(f"{file} does not have {min(lost)!r}, which the index says it has: {DOWNLOAD}")
         tensors |= {name: found[name] for name in wanted or found}
     return tensors
 
@@ -156,13 +158,12 @@ def _sources(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
             try:
                 places: dict[str, str] = json.loads((source / index).read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{source / index} is no index of weights: {error!r}") from None
+                raise CheckpointError(f"{source / index} is no index of weights: {error!r}; {DOWNLOAD}") from None
             for file in dict.fromkeys(places.values()):
                 yield source / Path(file).name, [name for name, place in places.items() if place == file]
             return
-    raise CheckpointError(
-        f"{source} has no weights: give a .safetensors, .pt, .pth or .bin file, or a folder of {WHOLE}"
-    )
+    found = "has no weights" if source.exists() else "is not there"
+    raise CheckpointError(f"{source} {found}: give a .safetensors, .pt, .pth or .bin file, or a folder of {WHOLE}")
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -171,14 +172,14 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         with library.safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, library.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        raise CheckpointError(f"{file} cannot be read: {error}; {DOWNLOAD}") from None
 
 
 def _read_plain(file: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch.load raises many kinds
-        raise CheckpointError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
+        raise CheckpointError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}; {DOWNLOAD}") from None
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise CheckpointError(f"{file} is not a state dict of tensors: save model.state_dict() alone")
     return {str(name): value for name, value in found.items()}

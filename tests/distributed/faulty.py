@@ -98,6 +98,8 @@ def happen(fault: str, rank: int, model: Net | Blocks) -> None:
             compile_slowly()
         case "raises", 1:
             raise ValueError("a bad batch")
+        case "out of memory", 1:
+            torch.empty(2**60, dtype=torch.uint8)
         case "interrupted", _:
             raise KeyboardInterrupt
         case "leaves", 1:

@@ -8,7 +8,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,9 +65,15 @@ def saves(folder: Path) -> None:
         has(text, [f"zerofx.save failed on rank {rank} of the group: File too large"])
     blocked = mock.patch("pathlib.Path.mkdir", side_effect=OSError(30, "Read-only file system", "/there"))
     with blocked:
-        has(told(lambda: zerofx.save(folder / "b", model)), ["rank 0 of the group: Read-only file system: /there"])
+        has(
+            told(lambda: zerofx.save(folder / "b", model)),
+            ["rank 0 of the group: Read-only file system: /there; give a folder that"],
+        )
     with mock.patch("zerofx.manifest.Manifest.write", side_effect=OSError(28, "No space left on device", "/there")):
-        has(told(lambda: zerofx.save(folder / "b", model)), ["rank 0 of the group: No space left on device: /there"])
+        has(
+            told(lambda: zerofx.save(folder / "b", model)),
+            ["rank 0 of the group: No space left on device: /there; free space"],
+        )
     has(told(lambda: zerofx.save(folder / "b", model, extra=dist.get_rank())), ["ranks differ in extra"])
     has(told(lambda: zerofx.save(folder / "b", model, extra={"f": Net()})), ["without running code", "Net"])
     has(told(lambda: zerofx.save(folder / "b", model, keep=0)), ["keep=0 is not possible"])
@@ -82,7 +88,81 @@ def saves(folder: Path) -> None:
     for step in (3, 4, 5):
         zerofx.save(folder / f"step-{step}", model, step=step, keep=2)
     if dist.get_rank() == 0:
-        assert sorted(place.name for place in folder.iterdir()) == ["step-4", "step-5"]
+        assert sorted(place.name for place in folder.iterdir()) == ["a", "step-4", "step-5"]
+
+
+def losses_that_are_not_finite(folder: Path) -> None:
+    """One rank's batch spoils the parameters of all: the checkpoint before stays the newest one."""
+    model, optimizer = training()
+    zerofx.save(folder / "step-1", model, optimizer, step=1, keep=1)
+    x = rows(0)
+    if dist.get_rank() == 1:
+        x[0, 0] = torch.nan
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for options in ({"keep": 1}, {"asynchronous": True}):
+        text = told(lambda options=options: zerofx.save(folder / "step-2", model, optimizer, step=2, **options))
+        has(text, ["parameter 'a.weight' holds nan or inf", "go on from the last checkpoint"])
+    assert zerofx.latest(folder) == folder / "step-1"
+    zerofx.load(folder / "step-1", model, optimizer)
+    assert all(value.isfinite().all() for value in whole(model).values())
+    if dist.get_rank() == 0:
+        assert [place.name for place in folder.iterdir()] == ["step-1"]
+
+
+def test_a_model_spoilt_by_a_loss_that_is_not_finite_replaces_no_checkpoint(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(losses_that_are_not_finite, tmp_path)
+
+
+def memory_runs_out(folder: Path) -> None:
+    """On one rank, in a copy for the background, in writing, and in loading."""
+    model, optimizer = training()
+    zerofx.save(folder / "a", model, optimizer, step=1)
+    out_of_memory = {"side_effect": lambda *_: torch.empty(2**60, dtype=torch.uint8)}
+    moments = {
+        "zerofx.background.copied": lambda: zerofx.save(folder / "b", model, asynchronous=True),
+        "zerofx.checkpoint_files.Hashed.write": lambda: zerofx.save(folder / "b", model),
+        "zerofx.loading.blank_state": lambda: zerofx.load(folder / "a", model, optimizer),
+    }
+    before = whole(model)
+    for moment, function in moments.items():
+        with mock.patch(moment, **out_of_memory) if dist.get_rank() == 1 else nullcontext():
+            has(told(function), ["on rank 1 of the group: RuntimeError", "can't allocate memory"])
+    same(whole(model), before)
+    if dist.get_rank() == 0:
+        assert [place.name for place in folder.iterdir()] == ["a"]
+
+
+def test_a_rank_without_memory_is_one_error_and_leaves_what_is_there(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(memory_runs_out, tmp_path)
+
+
+def test_keep_counts_checkpoints_that_are_named_alike(tmp_path: Path) -> None:
+    model = Net()
+    for name in ("base", "best-1", "step-1", "step-2-of-9", "step-2"):
+        zerofx.save(tmp_path / name, model)
+    (tmp_path / "step-3").mkdir()
+    zerofx.save(tmp_path / "step-4", model, keep=1)
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["base", "best-1", "step-2-of-9", "step-3", "step-4"]
+
+
+def test_a_long_save_shows_how_far_it_is_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zerofx.save(tmp_path / "quick", Net(), progress=True)
+    monkeypatch.setattr("zerofx.progress.AFTER_SECONDS", -1.0)
+    zerofx.save(tmp_path / "quiet", Net())  # no terminal
+    assert capsys.readouterr().err == ""
+    zerofx.save(tmp_path / "slow", Net(), progress=True)
+    assert "saving slow" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(zerofx.CheckpointError, match="file; give a folder that this process may write to"):
+        zerofx.save(tmp_path / "file" / "a", Net())
+    assert (tmp_path / "file").read_text() == "no folder"
 
 
 def test_a_save_that_fails_is_one_error_and_leaves_what_is_there(pool: Any, tmp_path: Path) -> None:

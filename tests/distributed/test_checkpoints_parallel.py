@@ -95,6 +95,8 @@ def check_mpu(folder: Path) -> None:
     refused = message(lambda: zerofx.save(folder / "a", model), zerofx.CheckpointError)
     has(refused, ["ranks along 'tp' have different slices", "one of its own", "coordinates of zerofx.Mesh"])
     place = options["mpu"].get_model_parallel_rank()
+    refused = message(lambda: zerofx.save(folder / f"tp{place}", model, keep=1), zerofx.CheckpointError)
+    has(refused, ["keep=1 is not possible where each slice", "leave keep out"])
     zerofx.save(folder / f"tp{place}", model)
     before = {name: full(value) for name, value in model.named_parameters()}
     with torch.no_grad():

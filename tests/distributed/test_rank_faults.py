@@ -19,7 +19,18 @@ from tests.pool import ENVIRONMENT, ROOT
 from tests.situations.ranks import RANKS
 
 SWAPS = ("swaps, then ends", "swaps, then compiles")
-USUAL = ("killed", "stopped", "diverges", "raises", "recompiles", "shapes", "again", "swaps blocks", *SWAPS)
+USUAL = (
+    "killed",
+    "stopped",
+    "diverges",
+    "raises",
+    "out of memory",
+    "recompiles",
+    "shapes",
+    "again",
+    "swaps blocks",
+    *SWAPS,
+)
 RARE = ("host killed", "host stopped", "leaves", "interrupted", "sleeps")
 OWN_CODE = [(kind.__name__, stage, world) for kind in RANKS for world in kind.worlds for stage in (1, 2, 3)]
 GROUPS = (
@@ -147,6 +158,12 @@ def test_a_rank_that_raised_is_named_to_the_others(runs: Callable[[str], list[En
     other, raised = runs("raises")
     assert raised.code == 1 and "ValueError: a bad batch" in raised.text
     assert "rank 1 raised ValueError: a bad batch and ended after" in one_message(other)
+
+
+def test_a_rank_without_memory_is_named_to_the_others(runs: Callable[[str], list[Ended]]) -> None:
+    other, raised = runs("out of memory")
+    assert raised.code == 1 and "can't allocate memory" in raised.text
+    assert "rank 1 raised RuntimeError" in (told := one_message(other)) and "can't allocate memory" in told
 
 
 @pytest.mark.parametrize("fault", ["recompiles", "shapes", "again", pytest.param("sleeps", marks=pytest.mark.full)])

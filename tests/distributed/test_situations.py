@@ -22,15 +22,6 @@ ERROR_SECONDS = 60
 SITUATIONS = (*PARAMETERS, *FORWARDS, *CALLS, *LOOPS)
 STAGES = (1, 2, 3)
 QUICK_ON_INDUCTOR = (FrozenNormUnderCheckpoint, UserHooks)
-WAITING = {
-    "a float input that bf16 cannot tell apart keeps its precision": "mixed precision",
-    "a buffer of frequencies stays in fp32 while weights become bf16 or fp16": "mixed precision",
-    "gradients are reduced in bf16, or accumulated in fp32 under bf16": "mixed precision",
-    "a loss scale that has fallen after overflows rises again": "loss scaling",
-    "a checkpoint has frozen weights and buffers, and loads into another start": "checkpoints",
-    "training goes on from a checkpoint as if it had not stopped": "checkpoints",
-}
-"""Situations that need what zerofx does not have yet, and what that is."""
 
 
 def settings(kinds: tuple[type[Situation], ...]) -> list[Any]:

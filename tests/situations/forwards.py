@@ -218,6 +218,38 @@ class FullPrecisionInsideAutocast(Situation):
         return (out - 1).square().mean()
 
 
+class Timed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+        self.register_buffer("frequencies", 1.0 / 10 ** torch.arange(4.0))
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        angles = times[:, None] * self.frequencies
+        return self.lin(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class FloatInputUnderAutocast(Situation):
+    """Every float input and buffer is cast to bf16 on entry, which cannot tell 993.4 from 996."""
+
+    worlds = (2, 4)  # of three ranks, one process rounds a third of each gradient in bf16
+    on_inductor = False  # it keeps fp32 between ops where eager code rounds to bf16
+    optimizers = (sgd,)
+
+    def model(self) -> nn.Module:
+        return Timed()
+
+    def batch(self, rank: int, micro: int) -> torch.Tensor:
+        return torch.tensor([993.4, 996.0, 995.1 + rank, 994.3 + micro])
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch)
+        assert model.get_buffer("frequencies").dtype is torch.float32
+        assert (out[0] - out[1]).abs().max() > 0.1
+        return (out.float() - 1).square().mean()
+
+
 FORWARDS: tuple[type[Situation], ...] = (
     SharedLayerUnderCheckpoint,
     FrozenNormUnderCheckpoint,
@@ -226,4 +258,5 @@ FORWARDS: tuple[type[Situation], ...] = (
     GraphWithoutBackward,
     Dropout,
     FullPrecisionInsideAutocast,
+    FloatInputUnderAutocast,
 )

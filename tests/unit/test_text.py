@@ -117,6 +117,24 @@ def test_every_kind_of_argument_and_type_reads_back() -> None:
     assert show(parse(ARGUMENTS)) == ARGUMENTS
 
 
+ONE_ROW = """\
+mesh(dp=2)
+
+def inference(x: f32[4, 1](1, 1), y: f32[0, 3]):
+    t: f32[1, 4] = aten.t.default(x)
+    t_1: f32[3, 0](7, 5) = aten.t.default(y)
+    return [t @ out, t_1 @ out]
+"""
+
+
+def test_strides_that_lead_to_no_other_element_may_be_any() -> None:
+    program = parse(ONE_ROW)
+    assert show(program) == ONE_ROW
+    assert outputs(program.graphs["inference"])[0].meta["val"].stride() == (4, 1)
+    with pytest.raises(TextError, match=r"t is written as f32\[1, 4\]\(1, 2\), but is"):
+        parse(ONE_ROW.replace("t: f32[1, 4]", "t: f32[1, 4](1, 2)"))
+
+
 def test_groups_are_shown_as_axes_and_read_as_groups_of_that_name() -> None:
     program = parse(ARGUMENTS)
     program.mesh = Mesh((Axis("dp", 2, "7"), Axis("tp", 3, "8")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,7 @@ def test_what_is_no_weights_is_one_sentence(tmp_path: Path) -> None:
         ("nested.pt", "is not a state dict of tensors"),
         ("broken.safetensors", "broken.safetensors cannot be read"),
         ("empty", "has no weights"),
+        ("nowhere", "nowhere is not there: give a .safetensors"),
     ]:
         with pytest.raises(zerofx.CheckpointError, match=words):
             import_weights(tmp_path / source, tmp_path / "b")
@@ -93,14 +96,17 @@ def test_the_command_line_exports_imports_and_tells_what_is_wrong(tmp_path: Path
     zerofx.save(tmp_path / "a", Tied(0))
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        places = [str(tmp_path / word) for word in words[1:]]
+        command = [sys.executable, "-m", "zerofx", *words]
         return subprocess.run(
-            [sys.executable, "-m", "zerofx", words[0], *places], cwd=ROOT, capture_output=True, text=True
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
         )
 
-    assert run("export", "a", "w.pt").stdout.split() == [str(tmp_path / "w.pt")]
+    assert run("export", "a", "w.pt").stdout.split() == ["w.pt"]
     wrong = run("import", "nowhere", "b")
-    assert wrong.returncode == 1 and "nowhere has no weights" in wrong.stderr and "Traceback" not in wrong.stderr
-    well = run("doctor")
-    assert well.returncode == 0 and "all-reduce over 2 rank(s) on gloo: sums are right" in well.stdout
+    assert wrong.returncode == 1 and "nowhere is not there: give a " in wrong.stderr and "Traceback" not in wrong.stderr
+    well = run("doctor", "--seconds", "0.5")
+    assert well.returncode == 0, well.stdout + well.stderr
+    (counted,) = re.findall(r"all-reduce over 2 rank\(s\) on gloo: (\d+) sums in 0.5 s are right", well.stdout)
+    assert int(counted) >= 3 and re.search(r"ranks on \S+: 0, 1\n", well.stdout)
+    assert len(re.findall(r" MiB in \S+ ms, at most ", well.stdout)) == 3
     assert f"torch {torch.__version__.partition('+')[0]}" in well.stdout

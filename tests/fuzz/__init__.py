@@ -1,0 +1,1 @@
+"""Random models and configurations, checked against eager PyTorch."""
