@@ -105,7 +105,7 @@ class Engine:
 
     def capture_stage(self) -> Capture:
         """For a stage of a pipeline, which reads parameters that have been gathered beside its graph."""
-        capture = Capture({}, (), self.mesh, Layout(), self.rank)
+        capture = Capture({}, (), self.mesh, Layout(), self.rank, Decision(recompute=self.config.recompute or 0.0))
         self.captures.append(capture)
         return capture
 
