@@ -91,6 +91,36 @@ def run_stages(model: nn.Module, whole: WholeGraph, stages: list[Stage], *args: 
     return whole.result(values)
 
 
+def simulated(model: nn.Module, whole: WholeGraph, stages: list[Stage] | None, parts: list[Any]) -> list[Tensor]:
+    """The results of micro-batches, and the gradients that they add up to, of the whole graph or of its stages in turn.
+
+    Stages hand on what has no history, and get its gradients back, as over ranks: first all forwards, then all
+    backwards.
+    """
+    model.zero_grad()
+    tensors, results, backwards = dict(model.named_parameters()) | dict(model.named_buffers()), list[Tensor](), []
+    for args, kwargs in parts:
+        leaves, received, passed = tree_leaves((args, kwargs)), list[Tensor](), []
+        cuts = stages or [Stage(whole.module, tuple(whole.inputs.values()), (), ())]
+        for stage in cuts:
+            known = [tensors.get(i.name, i.value) if i.kind != "batch" else leaves[i.place] for i in stage.inputs]
+            received = [
+                v.detach().requires_grad_(b.has_gradient) for v, b in zip(received, stage.receives, strict=True)
+            ]
+            sent = stage.module(*known, *received)
+            passed.append((received, sent))
+            received = list(sent)
+        results += received
+        backwards.append(passed)
+    for passed in backwards:
+        gradients: list[Any] = [torch.ones_like(value) for value in passed[-1][1]]
+        for received, sent in reversed(passed):
+            pairs = [(v, g) for v, g in zip(sent, gradients, strict=True) if v.requires_grad and g is not None]
+            torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+            gradients = [value.grad for value in received]
+    return [*results, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
 def text_of(stages: list[Stage]) -> str:
     """What each stage reads, receives, computes and sends."""
     lines = list[str]()

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules as _schedules
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic as _DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
@@ -43,6 +44,11 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
     return cast("torch.distributed.ProcessGroup", cast(Any, _c10d)._resolve_process_group(name))
 
 
+def process_groups() -> list[torch.distributed.ProcessGroup]:
+    """All process groups that this rank is in."""
+    return list(_c10d._world.pg_map) if torch.distributed.is_initialized() else []
+
+
 def group_size(group: str) -> int:
     """Number of ranks in the process group of that name."""
     return process_group(group).size()
@@ -51,6 +57,11 @@ def group_size(group: str) -> int:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one was taken out of, or itself."""
     return cast("DeviceMesh", cast(Any, mesh)._get_root_mesh())
+
+
+def local_tensor(value: DTensor) -> torch.Tensor:
+    """The part that this rank has, without the op that `to_local` is."""
+    return cast("torch.Tensor", cast(Any, value)._local_tensor)
 
 
 def register_work(result: torch.Tensor, work: torch.distributed.Work) -> None:

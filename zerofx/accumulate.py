@@ -6,7 +6,7 @@ What waits is a partial DTensor, the mean of what the ranks hold. `zero_grad` di
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -203,25 +203,31 @@ class Accumulation:
             self.stands.drop_kept()
 
     @torch.no_grad()
-    def gathered(self) -> dict[str, Tensor]:
-        """The parameters that are stored in parts, gathered, by name."""
+    def gathered(self, only: Container[str] | None = None) -> dict[str, Tensor]:
+        """The parameters that are stored in parts, or only some of them, gathered, by name."""
         now = dict(self._model().named_parameters())
-        names = tuple(param.name for param in self.engine.layout if param.dim is not None and param.name in now)
+        stored = [param.name for param in self.engine.layout if param.dim is not None and param.name in now]
+        names = tuple(name for name in stored if only is None or name in only)
         parts = [cast("DTensor", now[name]).to_local() for name in names]
         return dict(zip(names, self._move("gather", names)(parts), strict=True)) if names else {}
 
     @torch.no_grad()
     def take(self, grads: dict[str, Tensor]) -> None:
         """Reduces this rank's whole gradients, by the names of their parameters, into `grad`; `grads` is emptied."""
-        now = dict(self._model().named_parameters())
+        now, final = dict(self._model().named_parameters()), list[nn.Parameter]()
         for name in list(grads):
             param, grad = now[name], grads.pop(name)
+            if self.world == 1 or not isinstance(param, DTensor):
+                final.append(param)
             if not isinstance(param, DTensor):
                 param.grad = grad
             else:
-                param.grad = _as(param, grad, Partial("avg") if self.world > 1 else param.placements[0])
+                param.grad = _as(param, grad, Partial("avg") if self.world > 1 else data_placement(param))
         self.may_wait = self.world > 1
         self.reduce()
+        for param in final:
+            for hook in _torch.post_accumulate_hooks(param):
+                hook(param)
 
     def _move(self, kind: Kind, names: tuple[str, ...]) -> Move:
         layout = self.engine.parameters_now()[1].of(names)

@@ -121,11 +121,12 @@ def compile(  # noqa: A001
             alike once: compile time does not grow with depth. The code around them runs as it is, and buckets and
             schedules end at each block.
         pipeline: cuts the model into stages that run on different ranks, as the zerofx.Pipeline says; see there. Ranks
-            are those of a mesh with the dimensions `pp` and `dp`, or by default all, the ones that share a stage side
-            by side. Each rank keeps the parameters and buffers of its stages, under their names; the others are None.
-            The model is then trained and evaluated by zerofx.train_step and zerofx.eval_step, and all ranks of a
-            pipeline are given the same batch. Parameters are gathered once a step at every stage of ZeRO, and gradients
-            reduced once. `memory`, if given, bounds what a stage of the pipeline takes.
+            are those of a mesh with the dimensions `pp` and `dp`, and `tp` where layers are sliced, or of an mpu, or by
+            default all, the ones that share a stage side by side. Each rank is given the whole model, or its slices of
+            the whole, and keeps the parameters and buffers of its stages, under their names; the others are None. The
+            model is then trained and evaluated by zerofx.train_step and zerofx.eval_step, and all ranks of a pipeline
+            are given the same batch. Parameters are gathered once a step at every stage of ZeRO, unless the Pipeline
+            says otherwise, and gradients reduced once. `memory`, if given, bounds what a stage of the pipeline takes.
         example_inputs: with a pipeline, `(args, kwargs)` of a call of the model for a micro-batch. Only shapes and
             dtypes are read; batches of other shapes are cut into the same stages.
         record: a folder, one for each model and the same on every rank. Each rank writes there what it was asked for,
@@ -151,13 +152,15 @@ def compile(  # noqa: A001
     recording: Recorder | None = None
     try:
         if isinstance(pipeline, Pipeline):
-            where = arrange_pipeline(mesh, device, pipeline)
-        ranks = where.data if isinstance(pipeline, Pipeline) else arrange(model, mesh, mpu, device)
+            where = arrange_pipeline(model, mesh, mpu, device, pipeline)
+        ranks = where.ranks if isinstance(pipeline, Pipeline) else arrange(model, mesh, mpu, device)
     except NotInMeshError:
         raise
     except Exception as error:
         refuse_without_mesh(error)
     data, parallel = (None, ModelParallel()) if ranks is None else (ranks.data, ranks.model_parallel)
+    if isinstance(pipeline, Pipeline):
+        parallel = where.parallel
     group = None if data is None else data.get_group()
     everyone = where.everyone or group
     ignored = list[nn.Parameter]()
@@ -188,7 +191,7 @@ def compile(  # noqa: A001
             refuse_without_blocks(model)
         refuse_unwritable(model, init_fn)
         owners = find_owners(model, ignored, ranks)
-        refuse_beside(pipeline, example_inputs, config, ignored, mpu)
+        refuse_beside(pipeline, example_inputs, config)
         if pipeline is not None and example_inputs is not None:
             cap = None if memory is None else allowed_bytes(memory, device)
             autocasting = functools.partial(autocast, config.precision, device)
@@ -200,7 +203,7 @@ def compile(  # noqa: A001
         recording.begin(facts.get("dp", {}), problem)
     told = agree_all(facts, problem, everyone, parallel, model)
 
-    pipe = Pipe(where.everyone, Foreign.of(model, owners, where.place, plan))
+    pipe = Pipe(where.everyone, Foreign.of(model, owners, ignored, where.place, plan))
     layout, left_alone = place(model, owners, Materialiser(device, init_fn), ranks, config, ignored, pipe)
     if group is not None and group.size() > 1 and "gloo" in backend_of(group, device):
         meet(group)

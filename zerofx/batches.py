@@ -20,16 +20,19 @@ class MicroBatch(NamedTuple):
     share: float
 
 
-def micro_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, weighted: bool) -> list[MicroBatch]:
+def micro_batches(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, weighted: bool, fewer: bool = False
+) -> list[MicroBatch]:
     """What a step is called with, in micro-batches: `count` of them, or as many as are left of an iterator's.
 
     Of trees of tensors each gets rows of dim 0, the first ones a row more where they do not divide; all else, and
     tensors without a dim, go to each. `weighted`: a `loss_weight` says what micro-batches weigh, and not their rows.
+    `fewer`: there are no more than rows.
     """
     if len(args) == 1 and isinstance(args[0], Iterator) and not kwargs:
         return _drawn(args[0], count, weighted)
     if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
-        return micro_batches((), args[0], count, weighted)
+        return micro_batches((), args[0], count, weighted, fewer)
     batch = (args, dict(kwargs))
     rows = _rows(batch)
     if count == 1 and set(rows.values()) != {0}:
@@ -37,6 +40,8 @@ def micro_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, 
     size = _one(rows, "make them equal, use tensors without a dim, or close over them in loss_fn")
     if size is None:
         raise ValueError(f"the batch holds no tensor that could be split into {count} micro-batches: pass tensors")
+    if fewer and size:
+        count = min(count, size)
     if size < count:
         raise ValueError(
             f"a batch of {size} rows cannot be split into {count} micro-batches: pass a larger batch on this rank, or "

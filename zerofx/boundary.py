@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -61,16 +60,14 @@ def totals(
     weight: Tensor,
     group: Group,
     parallel: ModelParallel,
-    elsewhere: Container[int] = (),
     updates: Updates | None = None,
 ) -> Totals:
-    """Adds up what all ranks have, but for parameters that are counted elsewhere, by their ids.
+    """Adds up what all ranks have.
 
     A parameter that zerofx.compile was told to ignore is another one on each rank. Of gradients that are gone,
     `updates` has the norms.
     """
-    params = (param for param in _params(optimizer) if id(param) not in elsewhere)
-    squares = powers(local_gradients(params, parallel), 2.0, loss)
+    squares = powers(local_gradients(_params(optimizer), parallel), 2.0, loss)
     if updates is not None:
         squares = squares + updates.squares(loss)
     for axis in parallel.axes:

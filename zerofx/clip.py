@@ -33,17 +33,19 @@ def clip_grad_norm_(
 
     Args:
         model_or_params: what zerofx.compile returned, or parameters of one such model.
-        max_norm: the largest norm that gradients keep.
+        max_norm: the largest norm that gradients keep, 0 or more.
         norm_type: the p of the norm, above 0, or infinity.
         error_if_nonfinite: raise RuntimeError, on all ranks, for a norm that is not finite.
 
     Raises:
-        ConfigError: parameters are of no compiled model, or of several.
+        ConfigError: a norm is not possible, or parameters are of no compiled model, or of several.
         RuntimeError: gradients wait to be reduced.
     """
     p = float(norm_type)
     if isnan(p) or p <= 0:
         raise ConfigError(f"zerofx.clip_grad_norm_(norm_type={norm_type!r}) is not possible: pass a p above 0, or inf")
+    if isnan(float(max_norm)) or float(max_norm) < 0:
+        raise ConfigError(f"zerofx.clip_grad_norm_(max_norm={max_norm!r}) is not possible: pass a norm of 0 or more")
     model, params = _model_and_params(model_or_params)
     engine = model.__dict__["_zerofx_engine"]
     gradients = local_gradients(params, engine.parallel)

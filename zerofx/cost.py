@@ -28,7 +28,7 @@ class Link:
 
 LINKS = {"gloo": Link(latency=200e-6, bandwidth=1.5e9), "nccl": Link(latency=30e-6, bandwidth=150e9)}
 """What sizes buckets: gloo as `python -m zerofx tune` measures it between two ranks of a laptop; for nccl an assumption
-between NVLink in one node (350 GB/s, see `zerofx.machine`) and a 400 Gb/s network card a GPU (50 GB/s).
+between NVLink in one node (350 GB/s, see `zerofx.planning.hardware`) and a 400 Gb/s network card a GPU (50 GB/s).
 """
 
 

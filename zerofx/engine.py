@@ -109,7 +109,8 @@ class Engine:
 
     def capture_stage(self, stage: int) -> Capture:
         """For a stage of a pipeline, which reads parameters that have been gathered beside its graph."""
-        return self._watched(Capture({}, (), self.mesh, Layout(), self.rank, name=f"stage {stage}"))
+        decision = Decision(recompute=self.config.recompute or 0.0)
+        return self._watched(Capture({}, (), self.mesh, Layout(), self.rank, decision, name=f"stage {stage}"))
 
     def compiled(self, capture: Capture) -> None:
         """Records a graph behind its passes, if that was asked for; graphs that no pass runs on are not counted."""

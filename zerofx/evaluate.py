@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.batches import micro_batches
 from zerofx.step import loss_of, noting
 from zerofx.step_arguments import StepArguments, agreed_engine, device_of
 
@@ -34,16 +34,14 @@ def eval_step(
     arguments = StepArguments("zerofx.eval_step", loss_fn, loss_weight, microbatches)
     engine = agreed_engine(model, arguments)
     group, device, pipelined = engine.step_group, device_of(model), engine.pipelined
-    count = microbatches if pipelined is None else pipelined.pipeline.microbatches
 
     def evaluate(*batch: Any, **named: Any) -> Tensor:
         with noting(engine), torch.no_grad(), _evaluating(model):
             both = torch.zeros(2, dtype=torch.float64, device=device)
-            parts = micro_batches(batch, named, count, loss_weight is not None)
             if pipelined is not None:
-                found = pipelined.evaluate(parts, lambda part: loss_of(model, arguments, part))
-                both += torch.stack(found)
-            for part in parts if pipelined is None else ():
+                split = functools.partial(arguments.split, engine, batch, named)
+                both += torch.stack(pipelined.evaluate(split, lambda part: loss_of(model, arguments, part)))
+            for part in arguments.split(engine, batch, named) if pipelined is None else ():
                 loss, weight = loss_of(model, arguments, part)
                 both[0] += loss
                 both[1] += weight

@@ -30,6 +30,7 @@ def facts_of(
     own: dict[str, Any] = {f"parameter {owner.layout.name}": _stored(owner.param) for owner in owners}
     if plan is not None:
         own |= {"the pipeline": repr(plan.pipeline), "the stages that the model is cut into": plan.digest()}
+        shared |= {"which parameters are in which stage": plan.digest(boundaries=False)}
     own |= {f"buffer {name}": _described(buffer) for name, buffer in model.named_buffers()}
     slices = {
         f"parameter {owner.layout.name}": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,8 @@ class Gathered(Tensor):
         kwargs = kwargs or {}
         if _writes(func, args, kwargs):
             raise LostWriteError(REMEDY)
+        if func == GRAD_GETTER and not args[0].retains_grad:
+            return _no_gradient()
         with torch._C.DisableTorchFunctionSubclass():
             plain = tree_map_only(Gathered, lambda t: t.as_subclass(Tensor), (args, kwargs))
             result = func(*plain[0], **plain[1])
@@ -63,6 +66,8 @@ class GatheredSlice(DTensor):
         kwargs = kwargs or {}
         if _writes(func, args, kwargs):
             raise LostWriteError(REMEDY)
+        if func == GRAD_GETTER and not args[0].retains_grad:
+            return _no_gradient()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             storages = {_storage(DTensor.to_local(t)) for t in tree_leaves((args, kwargs)) if isinstance(t, cls)}
@@ -70,6 +75,15 @@ class GatheredSlice(DTensor):
                 if type(made) is DTensor and _storage(made.to_local()) in storages:
                     cls.of(made)
         return result
+
+
+def _no_gradient() -> None:
+    """Answers for the gradient of a copy, which has none."""
+    warnings.warn(
+        "a parameter as its module reads it is a gathered copy, which has no .grad: the gradient is that of the stored "
+        "part, model.get_parameter(name).grad, or whole, on all ranks together, .grad.full_tensor()",
+        stacklevel=3,
+    )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -90,6 +104,7 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 COPIES = (Gathered, GatheredSlice)
+GRAD_GETTER = cast("Any", Tensor.grad).__get__
 GRAD_SETTER = cast("Any", Tensor.grad).__set__
 IN_PLACE_OPERATORS = frozenset(
     f"__i{op}__"

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
-from zerofx._torch import OpOverload, by_name, is_view
+from zerofx._torch import OpOverload, by_name, is_view, local_tensor
 from zerofx.collectives import WAIT, is_bucket
 from zerofx.layout import PerRank
 
@@ -86,7 +87,9 @@ def owner(node: Node) -> Node:
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of a fake value: all tensors in it."""
+    """Bytes of a fake value: all tensors in it, and of DTensors this rank's part."""
+    if isinstance(value, DTensor):
+        return nbytes(local_tensor(value))
     if isinstance(value, torch.Tensor):
         return int(value.numel()) * value.itemsize
     return sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else 0

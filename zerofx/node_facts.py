@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx import _torch
 from zerofx.kernels import ROWS, VIEWS, nbytes, op_flops
@@ -41,7 +43,7 @@ class Facts:
     @property
     def crosses(self) -> bool:
         """Whether the value can be sent from one rank to another."""
-        return isinstance(self.value, Tensor)
+        return isinstance(self.value, Tensor) and not isinstance(self.value, DTensor)
 
 
 @dataclass
@@ -60,6 +62,7 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
+        args, kwargs, made_of = tree_map_only(DTensor, _torch.local_tensor, (args, kwargs, result))
         given = _torch.by_name(op, args, kwargs or {})
         self.random |= torch.Tag.nondeterministic_seeded in op.tags and given.get("dropout_p", 1.0) != 0.0
         for argument in op._schema.arguments:
@@ -67,10 +70,10 @@ class _Meter(TorchDispatchMode):
                 self.written |= {_torch.storage_id(leaf) for leaf in tree_leaves(given.get(argument.name))}
         if _torch.is_view(op) or op in VIEWS:
             return result
-        made = sum(map(nbytes, tree_leaves(result)))
+        made = sum(map(nbytes, tree_leaves(made_of)))
         read = tree_leaves((args, kwargs or {}))
         moved = 2 * made if op in ROWS else made + sum(map(nbytes, read))
-        flops = op_flops(op, args, kwargs or {}, result)
+        flops = op_flops(op, args, kwargs or {}, made_of)
         dtype = next((leaf.dtype for leaf in read if isinstance(leaf, Tensor)), torch.float32)
         seconds = self.machine.kernel_seconds(flops, moved, dtype) - self.machine.launch
         self.seconds += seconds * (1 + (BACKWARD_OF_PRODUCT if flops else BACKWARD_OF_OTHERS))
@@ -89,6 +92,8 @@ def facts_of(whole: WholeGraph, machine: Hardware) -> dict[Node, Facts]:
                 continue
             if node.op == "placeholder":
                 value = node.meta["example_value"]
+                if isinstance(whole.inputs[node].value, DeviceMesh):
+                    value = whole.inputs[node].value  # Dynamo has an object of its own for it
                 found[node] = Facts(value, storages=_storages(value))
                 continue
             if node.op == "get_attr":

@@ -61,7 +61,11 @@ def powers(gradients: dict[float, list[Tensor]], p: float, like: Tensor) -> Tens
     total = torch.zeros((), dtype=torch.float64, device=like.device)
     for share, tensors in gradients.items():
         norms = torch.stack(_norms(tensors, p)).double()
-        total = torch.maximum(total, norms.max()) if p == inf else total + norms.pow(p).sum() * share
+        if p == inf:
+            total = torch.maximum(total, norms.max())
+            continue
+        found = norms.pow(p).sum()
+        total = total + torch.where(found.isfinite(), found * share, found)
     return total
 
 

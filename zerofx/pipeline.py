@@ -13,6 +13,7 @@ V_SHAPED = ("zbv", "dualpipev")
 SCHEDULES = (*SINGLE, *LOOPED, ZERO_BUBBLE, *V_SHAPED)
 SPLITS_BACKWARD = (ZERO_BUBBLE, *V_SHAPED)
 """Schedules that run the halves of a backward, for the inputs and for the weights, apart from one another."""
+GATHER = ("once", "always")
 STASHING = ("pipedream", "pipedream-2bw", "async", "asynchronous", "weight-stashing")
 
 
@@ -38,6 +39,8 @@ class Pipeline:
             "DualPipe", 2025).
         microbatches: the parts that each rank's batch is run in.
         split_at: names of modules that begin a stage, one less than stages; by default where the stages balance.
+        gather: with `stage=3`, `once` gathers a rank's parameters once a step and keeps them for it; `always` gathers
+            those of a stage for each forward and each backward of a micro-batch, and releases them behind it.
         stages_per_rank: how many stages each rank runs: 1 for `gpipe` and `1f1b`, 2 for `zbv` and `dualpipev`, and 2
             or more, 2 by default, for the others. A pipeline has stages / stages_per_rank ranks.
     """
@@ -47,6 +50,7 @@ class Pipeline:
     microbatches: int = 1
     split_at: Sequence[str] | None = None
     stages_per_rank: int | None = None
+    gather: str = "once"
 
     def __post_init__(self) -> None:
         if type(self.stages) is not int or self.stages < 1:
@@ -62,6 +66,8 @@ class Pipeline:
             )
         if self.schedule not in SCHEDULES:
             self._refuse("schedule", f"one of {', '.join(map(repr, SCHEDULES))}")
+        if self.gather not in GATHER:
+            self._refuse("gather", f"one of {', '.join(map(repr, GATHER))}")
         self._check_places()
         self._check_schedule()
 
@@ -125,9 +131,7 @@ class Pipeline:
         raise PipelineError(f"zerofx.Pipeline({field}={value!r}) is not possible: {field} must be {allowed}")
 
 
-def refuse_beside(
-    pipeline: object, example_inputs: object, config: Config, ignored: Sequence[Any], mpu: object
-) -> None:
+def refuse_beside(pipeline: object, example_inputs: object, config: Config) -> None:
     """Raises PipelineError for a pipeline that is none, and for arguments of zerofx.compile that do not go with one."""
     if pipeline is None:
         if example_inputs is not None:
@@ -148,14 +152,14 @@ def refuse_beside(
             "zerofx.compile(pipeline=...) needs example_inputs=(args, kwargs), what the model is called with for one "
             "micro-batch, of which shapes and dtypes are read: pass ((x,), {}) for model(x)"
         )
+    if pipeline.gather == "always" and config.stage != 3:
+        raise PipelineError(
+            f"zerofx.Pipeline(gather='always') is not possible with stage={config.stage}, which keeps what it has "
+            "gathered: pass stage=3, or leave it out"
+        )
     unfit = {
-        "backend='eager'": config.backend == "eager",
-        "per_block": config.per_block,
-        "recompute": bool(config.recompute),
-        "ignored_params": bool(ignored),
-        "mpu": mpu is not None,
-        "reduce_dtype": config.reduce_dtype is not None,
-        "passes": config.passes is not None,
+        "backend='eager'": (config.backend == "eager", "stages are cut out of a graph, and this makes none"),
+        "per_block": (config.per_block, "the whole forward is captured to be cut, and each stage is one graph"),
     }
-    for name in [name for name, given in unfit.items() if given]:
-        raise PipelineError(f"zerofx.compile({name}) is not possible with a pipeline yet: leave it out")
+    for name, why in [(name, why) for name, (given, why) in unfit.items() if given]:
+        raise PipelineError(f"zerofx.compile({name}) is not possible with a pipeline, since {why}: leave it out")

@@ -1,11 +1,12 @@
-"""A model that runs as a pipeline: its calls, and a step's micro-batches through this rank's stages."""
+"""A model that runs as a pipeline: its calls, and what comes before and behind a step's micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,55 +14,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from zerofx import records
-from zerofx.agree import agree
+from zerofx import _torch, records
+from zerofx.agree import RankMismatchError, agree
 from zerofx.batches import MicroBatch
 from zerofx.boundary import Group
 from zerofx.pipeline import SPLITS_BACKWARD, PipelineError
+from zerofx.pipeline_faults import naming_ended_ranks, raise_together
 from zerofx.pipeline_mesh import Arrangement
+from zerofx.pipeline_step import Call, Loss, Split, Step
 from zerofx.schedule_check import check_schedule
-from zerofx.schedules import FORWARD, INPUT, WEIGHT, Messages, forwards_of, messages_of, order_of
+from zerofx.schedules import Messages, forwards_of, messages_of, order_of
+from zerofx.stage_gather import Released, warn_of_traffic
 from zerofx.stage_plan import Key, Plan, Variant
-from zerofx.stage_run import Compiled, StageRun, begin_at, begin_with, compile_stage
-from zerofx.torch_schedule import Exchange, run_order
+from zerofx.stage_run import Compiled, StageRun, compile_stage
+from zerofx.swap import NAMES, READS
 
 if TYPE_CHECKING:
     from zerofx.engine import Engine
-
-Loss = Callable[[MicroBatch], tuple[Tensor, Any]]
-"""The loss of a micro-batch as it counts in the sum over all, and its weight; it calls the model once."""
 
 
 class _CalledError(BaseException):
     """Ends a loss function where it has called the model, whose arguments are then known."""
 
 
-class _Call(NamedTuple):
-    """A call of the model for a micro-batch: the tensors that it was given, and the stages for such ones."""
-
-    leaves: list[Any]
-    variant: Variant
-
-
-@dataclass
-class _Step:
-    """One step's micro-batches on this rank. On the rank of the last stage `loss` and `weight` add up."""
-
-    parts: Sequence[MicroBatch]
-    calls: list[_Call]
-    runs: dict[int, StageRun]
-    compute_loss: Loss
-    scale: Tensor | None
-    loss: Tensor
-    weight: Tensor
-    losses: dict[int, Tensor]
-
-
 class Pipelined:
     """What calls of a model that is cut into stages run; it stands in the place of its forward."""
 
     def __init__(self, plan: Plan, where: Arrangement, device: torch.device) -> None:
-        self.plan, self.where, self.device, self.seed = plan, where, device, torch.initial_seed()
+        self.plan, self.where, self.device, self.seed = plan, where, device, where.places[0].seed
         self.pipeline = plan.pipeline
         self.stages = self.pipeline.stages_of(where.place)
         self.orders: dict[tuple[int, bool], Messages] = {}
@@ -95,100 +75,108 @@ class Pipelined:
         self.engine, self.model = engine, model
         self.names = [name for name, _ in model.named_parameters()]
         self.trains = [param.requires_grad for param in model.parameters()]
+        self.summed = _summed(model)
+        if self.pipeline.gather == "always" and self.where.replicas > 1:
+            warn_of_traffic(self.plan.report, self.stages, self.where.replicas)
+        elsewhere = _names(self.plan.without.model) - _names(model)
+        model.register_load_state_dict_pre_hook(functools.partial(_leave_out, elsewhere))  # type: ignore[no-untyped-call]
         if self.where.pipe is None:
             return
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (self.where.replica, self.where.place, self.seed), group=self.where.everyone)
-        self.seed = told[0][2]
-        at = {(replica, place): rank for rank, (replica, place, _) in enumerate(told)}
         names = [each.name for each in self.plan.without.names.values() if each.kind == "param"]
         holders = {name: tuple(self.plan.ranks_of(name)) for name in names}
         shared = {name: places for name, places in holders.items() if len(places) > 1}
-        groups = {places: self._group(at, places) for places in dict.fromkeys(shared.values())}
+        groups = {places: self.where.group_of(places) for places in dict.fromkeys(shared.values())}
         now = dict(model.named_parameters())
         for name, places in shared.items():
             if name in now:
                 self.tied[name] = groups[places]
+                now[name].shared = groups[places].rank() > 0  # type: ignore[attr-defined]  # counts on the first
                 dist.broadcast(_local(now[name]).detach(), group=groups[places], group_src=0)
-
-    def _group(self, at: Mapping[tuple[int, int], int], places: tuple[int, ...]) -> dist.ProcessGroup:
-        """The ranks at these places of this rank's pipeline. All ranks make the groups of all pipelines."""
-        members = [[at[replica, place] for place in places] for replica in range(self.where.replicas)]
-        groups: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in members]
-        return groups[self.where.replica]
-
-    def counted_elsewhere(self) -> set[int]:
-        """The ids of the parameters that another rank of the pipeline holds as well, and counts."""
-        now = dict(self.model.named_parameters())
-        return {id(now[name]) for name, group in self.tied.items() if group.rank() > 0}
 
     @property
     def group(self) -> Group:
-        """All ranks, for what ends a step."""
+        """The ranks that hold the same slices, for what ends a step."""
         everyone = self.where.everyone
         return Group("", 1, 1) if everyone is None else Group(everyone.group_name, everyone.size(), self.where.replicas)
 
     # A step.
 
-    def train(self, parts: Sequence[MicroBatch], compute_loss: Loss, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def train(self, split: Split, compute_loss: Loss, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of all micro-batches, and leaves reduced gradients in the parameters.
 
-        Returns the sums of losses and weights, which are zero on all ranks but those of the last stage.
+        Returns the sums of losses and weights, which are zero on all ranks but those of the last stage. What a rank
+        raises in `split`, or in `compute_loss`, is raised on all of them.
         """
-        self._refuse_changes()
-        step = self._begin(parts, compute_loss, scale, self._wholes())
-        order = self._order(len(parts), trains=True)
+        step = self._begin(split, compute_loss, scale)
         with self._together():
-            self._run(step, order)
+            step.run()
+            self._look_for_gradients(step)
+        raise_together(step.problem, self.where.hosts)
+        with self._together():
             self._collect(step)
         return step.loss, step.weight
 
     @torch.no_grad()
-    def evaluate(self, parts: Sequence[MicroBatch], compute_loss: Loss) -> tuple[Tensor, Tensor]:
+    def evaluate(self, split: Split, compute_loss: Loss) -> tuple[Tensor, Tensor]:
         """The sums of losses and weights of a batch's micro-batches, zero on all ranks but those of the last stage."""
-        step = self._begin(parts, compute_loss, None, self._wholes())
-        order = self._order(len(parts), trains=False)
+        step = self._begin(split, compute_loss, None)
         with self._together():
-            self._run(step, order)
+            step.run()
+        raise_together(step.problem, self.where.hosts)
         return step.loss, step.weight
 
-    def _begin(
-        self, parts: Sequence[MicroBatch], compute_loss: Loss, scale: Tensor | None, wholes: dict[str, Tensor]
-    ) -> _Step:
+    def _begin(self, split: Split, compute_loss: Loss, scale: Tensor | None) -> Step:
         self._refuse_after_failure()
         self.steps += 1
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        step = _Step(parts, [], {}, compute_loss, scale, zero, zero.clone(), {})
-        modes = tuple(module.training for module in self.model.modules())
-        self._compare(parts)
-        for place, part in enumerate(parts):
-            args, kwargs = self._arguments(compute_loss, place, part)
-            step.calls.append(_Call(tree_leaves((args, kwargs)), self.plan.variant(args, kwargs, modes)))
-        buffers = dict(self.model.named_buffers())
-        for stage in self.stages:
-            step.runs[stage] = StageRun(wholes, buffers)
+        step = Step(self, compute_loss, scale, zero, zero.clone())
+        try:
+            self._prepare(step, split)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            step.problem = error
+        raise_together(step.problem, self.where.hosts)
+        self._compare(step.parts)
+        wholes, buffers = self._wholes(step), dict(self.model.named_buffers())
+        step.runs = {stage: StageRun(wholes, buffers) for stage in self.stages}
         return step
+
+    def _prepare(self, step: Step, split: Split) -> None:
+        """Finds out what the model is called with for each micro-batch."""
+        if torch.is_grad_enabled():
+            self._refuse_changes()
+        step.parts = split()
+        step.order = self._order(len(step.parts), torch.is_grad_enabled())
+        modes = tuple(module.training for module in self.model.modules())
+        for place, part in enumerate(step.parts):
+            args, kwargs = self._arguments(step.compute_loss, place, part)
+            step.calls.append(Call(tree_leaves((args, kwargs)), self.plan.variant(args, kwargs, modes)))
 
     def _compare(self, parts: Sequence[MicroBatch]) -> None:
         """Raises RankMismatchError where ranks of a pipeline get different batches; on a GPU it reads but the first."""
         training = torch.is_grad_enabled()
-        if self.device.type == "cpu" or training not in self.compared:
-            told = [_told(leaf) for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
-            remedy = "give all ranks of a pipeline the same batch"
-            agree({"the batch": repr(told)}, None, self.where.pipe, caller="a step", remedy=remedy)
-            self.compared.add(training)
+        if self.device.type != "cpu" and training in self.compared:
+            return
+        self.compared.add(training)
+        told = {
+            f"the batch, leaf {leaf} of micro-batch {place}": _told(value)
+            for place, part in enumerate(parts)
+            for leaf, value in enumerate(tree_leaves((part.args, part.kwargs)))
+        }
+        remedy = "give all ranks of a pipeline the same batch"
+        try:
+            agree(told, None, self.where.model, caller="a step", remedy=remedy)
+        except RankMismatchError as error:
+            raise_together(error, self.where.hosts)
+        raise_together(None, self.where.hosts)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Notes an error after which this rank is no longer in step with the others."""
         try:
-            yield
+            with naming_ended_ranks():
+                yield
         except Exception as error:
             self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if isinstance(error, RuntimeError) and "gloo" in str(error):  # which tells of sockets
-                raise RuntimeError(
-                    "another rank of this pipeline has ended or failed, as its own output says: this rank cannot go on"
-                ) from error
             raise
 
     def _refuse_after_failure(self) -> None:
@@ -202,7 +190,7 @@ class Pipelined:
         """What the loss function calls the model with."""
         self.seen, self.answer = None, None
         try:
-            with self._in_step(place):
+            with self.in_step(place):
                 compute_loss(part)
         except _CalledError:
             pass
@@ -212,7 +200,7 @@ class Pipelined:
         return seen
 
     @contextmanager
-    def _in_step(self, place: int) -> Iterator[None]:
+    def in_step(self, place: int) -> Iterator[None]:
         """Lets the model be called, with random numbers that are the same on all ranks of a pipeline each time."""
         devices = [self.device] if self.device.type != "cpu" else []
         self.open = True
@@ -223,62 +211,11 @@ class Pipelined:
         finally:
             self.open = False
 
-    def _run(self, step: _Step, order: Messages) -> None:
-        def receives(stage: int, part: int) -> Sequence[Any]:
-            return step.calls[part].variant.stages[stage].receives
-
-        def compute(kind: str, stage: int, part: int, received: list[Tensor]) -> list[Tensor]:
-            if kind == FORWARD:
-                return self._forward(step, stage, part, received)
-            if kind == WEIGHT:
-                step.runs[stage].weights(part, step.calls[part].variant.stages[stage])
-                return []
-            return self._backward(step, stage, part, received, apart=kind == INPUT)
-
-        pipeline = replace(self.pipeline, microbatches=len(step.parts))
-        exchange = Exchange(pipeline, self.where.pipe, self.where.place, self.device, receives)
-        run_order(order, exchange, compute, WEIGHT)
-
-    def _forward(self, step: _Step, place: int, part: int, received: list[Tensor]) -> list[Tensor]:
-        call, run = step.calls[part], step.runs[place]
-        stage = call.variant.stages[place]
-        training = torch.is_grad_enabled()
-        leaves = [
-            value.detach().requires_grad_(training and boundary.has_gradient)
-            for value, boundary in zip(received, stage.receives, strict=True)
-        ]
-        inputs = run.inputs(stage, call.leaves)
-        with self.engine.autocast():
-            outputs = run.forward(part, self._compiled(place, call.variant, [*inputs, *leaves]), inputs, leaves)
-        if place < self.pipeline.stages - 1:
-            return [value.detach() for value in outputs]
-        self.answer = [call.variant.whole.result(outputs)]
-        with self._in_step(part):
-            loss, weight = step.compute_loss(step.parts[part])
-        step.loss += loss.detach()
-        step.weight += weight
-        if training:
-            step.losses[part] = loss if step.scale is None else loss * step.scale
-        return []
-
-    def _backward(self, step: _Step, place: int, part: int, received: list[Tensor], apart: bool) -> list[Tensor]:
-        variant, run = step.calls[part].variant, step.runs[place]
-        stage = variant.stages[place]
-        last = place == self.pipeline.stages - 1
-        begin = begin_at(step.losses.pop(part)) if last else begin_with(received, stage.sends)
-        grads = run.backward(part, self.compiled[place, variant.key, True], begin, apart)
-        made = list[Tensor]()
-        for grad, boundary in zip(grads, stage.receives, strict=True):
-            if boundary.has_gradient:
-                zeros = torch.zeros(boundary.size, dtype=boundary.dtype, device=self.device)
-                made.append(zeros if grad is None else grad)
-        return made
-
-    def _compiled(self, place: int, variant: Variant, inputs: list[Any]) -> Compiled:
+    def compiled_for(self, place: int, variant: Variant, inputs: list[Any]) -> Compiled:
         key = place, variant.key, torch.is_grad_enabled()
         if key not in self.compiled:
             engine, stage = self.engine, variant.stages[place]
-            name = records.key(stage.module, inputs, {}, engine.digest())
+            name = records.key(stage.module, inputs, {}, engine.digest() + repr(engine.config.recompute))
             in_halves = self.pipeline.schedule in SPLITS_BACKWARD
             capture = engine.capture_stage(place)
             with engine.progress.compiling(place, engine.config.backend):
@@ -289,36 +226,53 @@ class Pipelined:
     def _order(self, count: int, trains: bool) -> Messages:
         """The order for that many micro-batches, checked, with its messages."""
         if (count, trains) not in self.orders:
-            try:
-                pipeline = replace(self.pipeline, microbatches=count)
-            except PipelineError as error:
-                raise PipelineError(f"the step has {count} micro-batches: {error}") from None
-            order = order_of(pipeline) if trains else forwards_of(pipeline)
+            order = forwards_of(self.pipeline, count)
             if trains:
+                try:
+                    pipeline = replace(self.pipeline, microbatches=count)
+                except PipelineError as error:
+                    raise PipelineError(f"the step has {count} micro-batches: {error}") from None
+                order = order_of(pipeline)
                 check_schedule(pipeline, order)
-            self.orders[count, trains] = messages_of(pipeline, order)
+            self.orders[count, trains] = messages_of(self.pipeline, order)
         return self.orders[count, trains]
 
-    def _wholes(self) -> dict[str, Tensor]:
-        """The parameters of this rank, gathered once, as leaves whose gradients add up over the micro-batches."""
-        gathered = self.engine.accumulation.gathered() if self.where.replicas > 1 else {}
-        wholes = dict[str, Tensor]()
+    def _wholes(self, step: Step) -> dict[str, Tensor]:
+        """The parameters of this rank, as leaves whose gradients add up over the micro-batches.
+
+        They are gathered once, or else have no memory until a stage reads them.
+        """
+        gathered, wholes = dict[str, Tensor](), dict[str, Tensor]()
+        always = self.pipeline.gather == "always"
+        if always:
+            layout = {param.name: param for param in self.engine.layout if param.dim is not None}
+            for name, param in self.model.named_parameters():
+                if name in layout and self.where.replicas > 1:
+                    gathered[name] = torch.empty(layout[name].size, dtype=param.dtype, device=self.device)
+            step.released = Released(self.engine.accumulation.gathered, dict(gathered))
+        elif self.where.replicas > 1:
+            gathered = self.engine.accumulation.gathered()
         for name, param in self.model.named_parameters():
             whole = gathered.pop(name) if name in gathered else _local(param)
             wholes[name] = nn.Parameter(whole.detach(), requires_grad=param.requires_grad)
         return wholes
 
-    @torch.no_grad()
-    def _collect(self, step: _Step) -> None:
-        """Reduces the gradients over the replicas, and then those of tied weights over the ranks that hold them."""
-        if any(param.grad is not None for param in self.model.parameters()):
-            raise RuntimeError(
+    def _look_for_gradients(self, step: Step) -> None:
+        if step.problem is None and any(param.grad is not None for param in self.model.parameters()):
+            step.problem = RuntimeError(
                 "loss_fn reads parameters of the model beside its call, of which a rank has those of its stages only: "
                 "let the model's forward return what the loss needs, or leave weight decay to the optimizer"
             )
+
+    @torch.no_grad()
+    def _collect(self, step: Step) -> None:
+        """Reduces the gradients over the replicas, and then those of tied weights over the ranks that hold them."""
         wholes = step.runs[self.stages[0]].wholes
         grads = {name: whole.grad for name, whole in wholes.items() if whole.grad is not None}
         step.runs.clear()
+        for name, summed in self.summed.items():
+            if name in grads:
+                dist.all_reduce(grads[name], group=_torch.process_group(summed))
         for name in self.tied:
             if name not in grads and wholes[name].requires_grad:
                 grads[name] = torch.zeros_like(wholes[name])
@@ -338,9 +292,33 @@ class Pipelined:
             )
 
 
+def _leave_out(elsewhere: Iterable[str], _: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Takes what other ranks hold out of the state dict of a whole model."""
+    for name in elsewhere:
+        state.pop(prefix + name, None)
+
+
+def _names(model: nn.Module) -> set[str]:
+    """All names of parameters and buffers."""
+    found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in found}
+
+
+def _summed(model: nn.Module) -> dict[str, str]:
+    """The parameters whose gradients are added up over tensor-parallel ranks, and the names of their groups."""
+    found = dict[str, str]()
+    for module in model.modules():
+        for name, how in module.__dict__.get(READS, {}).items():
+            if how.summed:
+                found[module.__dict__[NAMES][name]] = how.summed
+    return found
+
+
 def _told(leaf: Any) -> Any:
-    """What ranks compare of a batch."""
-    return (tuple(leaf.shape), leaf.dtype, leaf.double().sum().item()) if isinstance(leaf, Tensor) else type(leaf)
+    """What ranks compare of a leaf of a batch: shape, dtype and sum of a tensor."""
+    if isinstance(leaf, Tensor):
+        return str((tuple(leaf.shape), leaf.dtype, leaf.double().sum().item()))  # as text, where nan equals itself
+    return type(leaf).__name__
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _place_modules(
                 continue
             copies.note(owner)
             shard_parameter(owner)
-        pipe.foreign.drop_buffers(prefix, module)
+        pipe.foreign.drop_others(prefix, module)
     copies.compare()
     if ranks is None:
         swap_unsharded(model)

@@ -75,7 +75,7 @@ def _group_of_engine(engine: Engine, model: nn.Module) -> dist.ProcessGroup | No
     shared = engine.step_group
     if not any(mesh.ndim > 1 for mesh in _meshes(model)):
         return _torch.process_group(shared.name) if shared.world > 1 else None
-    ranks = engine.mesh.world * prod(axis.size for axis in engine.parallel.axes)
+    ranks = shared.world * prod(axis.size for axis in engine.parallel.axes)
     if ranks != dist.get_world_size():
         raise CheckpointError(
             f"the model is sliced over {ranks} ranks and the default group has {dist.get_world_size()}: save models "
@@ -87,7 +87,7 @@ def _group_of_engine(engine: Engine, model: nn.Module) -> dist.ProcessGroup | No
 def slice_of(model: nn.Module) -> dict[str, int]:
     """The rank's place along the axes of an mpu, whose slices a checkpoint cannot join."""
     engine: Engine | None = model.__dict__.get("_zerofx_engine")
-    if engine is None or engine.pipelined is not None or any(mesh.ndim > 1 for mesh in _meshes(model)):
+    if engine is None or any(mesh.ndim > 1 for mesh in _meshes(model)):
         return {}
     sliced = {axis.name for axis in engine.parallel.axes}
     return {axis: place for axis, place in engine.parallel.coordinates if axis in sliced}

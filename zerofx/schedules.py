@@ -47,10 +47,10 @@ def order_of(pipeline: Pipeline) -> Order:
     return [[Action(*each) for each in actions] for actions in made]
 
 
-def forwards_of(pipeline: Pipeline) -> Order:
-    """The order in which a batch is only evaluated."""
+def forwards_of(pipeline: Pipeline, count: int) -> Order:
+    """The order in which a batch of so many micro-batches is only evaluated."""
     return [
-        [Action(FORWARD, stage, part) for stage in pipeline.stages_of(rank) for part in range(pipeline.microbatches)]
+        [Action(FORWARD, stage, part) for stage in pipeline.stages_of(rank) for part in range(count)]
         for rank in range(pipeline.ranks)
     ]
 

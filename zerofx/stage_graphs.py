@@ -8,10 +8,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.pipeline import PipelineError
 from zerofx.stage_line import Line
+from zerofx.tensor_parallel import Sliced, as_read, sliced_as
 from zerofx.whole_graph import Input
 
 
@@ -64,6 +67,11 @@ def _stage(line: Line, start: int, end: int) -> Stage:
     for node in (*inputs, *received):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+    for node, each in [(node, line.whole.inputs[node]) for node in inputs]:
+        if each.kind == "param" and isinstance(value := line.facts[node].value, DTensor):
+            name = f"read_{node.name}"
+            line.whole.module.add_submodule(name, _Read(sliced_as(value)))
+            copies[node] = graph.call_module(name, (copies[node],))
     for node in line.needed(start, end):
         copies[node] = graph.node_copy(node, lambda source: copies[source])
     sent = line.crossing(end) if end < line.last else line.whole.outputs
@@ -72,6 +80,17 @@ def _stage(line: Line, start: int, end: int) -> Stage:
     module = GraphModule(line.whole.module, graph)
     kinds = tuple(line.whole.inputs[node] for node in inputs)
     return Stage(module, kinds, _boundaries(line, received), _boundaries(line, sent) if end < line.last else ())
+
+
+class _Read(nn.Module):
+    """Reads a parameter, of which a rank has the whole slice, as the DTensor that it is in the model."""
+
+    def __init__(self, sliced: Sliced) -> None:
+        super().__init__()
+        self.sliced = sliced
+
+    def forward(self, own: Tensor) -> DTensor:
+        return as_read(own, self.sliced)
 
 
 def _boundaries(line: Line, nodes: Sequence[Node]) -> tuple[Boundary, ...]:

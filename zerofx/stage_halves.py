@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -12,8 +14,17 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 
 Compiler = Callable[[GraphModule], Callable[[list[Any]], Sequence[Any]]]
-Later = Callable[[], Sequence[Tensor | None]]
-"""Makes the gradients of a stage's weights, in their order."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """Makes the gradients of a stage's weights, in their order, of tensors in these storages."""
+
+    make: Callable[[], Sequence[Tensor | None]]
+    storages: frozenset[int]
+
+    def __call__(self) -> Sequence[Tensor | None]:
+        return self.make()
 
 
 class Halves:
@@ -38,7 +49,8 @@ class Halves:
             made, live = found[:others], found[others:]
             del found
             if self.apart:
-                self.later.append(lambda: self._in_order(wanted, run_second(live)))
+                reads = frozenset(map(_torch.storage_id, live))
+                self.later.append(Later(lambda: self._in_order(wanted, run_second(live)), reads))
                 return _merge(made, wanted, [None] * len(wanted))
             return _merge(made, wanted, list(run_second(live)))
 
@@ -85,13 +97,13 @@ def _part(
 
 def _behind(nodes: Sequence[Node | None]) -> set[Node]:
     """These nodes and all that they are computed from."""
-    found, todo = set[Node](), [node for node in nodes if node is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    wanted = {node for node in nodes if node is not None}
+    if not wanted:
+        return wanted
+    graph, end = next(iter(wanted)).graph, object()
+    flow = nx.DiGraph((source, node) for node in graph.nodes for source in node.all_input_nodes)
+    flow.add_edges_from((node, end) for node in wanted)
+    return set(nx.ancestors(flow, end))
 
 
 def _writes(node: Node) -> bool:

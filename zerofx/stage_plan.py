@@ -18,6 +18,7 @@ from zerofx.planning.hardware import H100
 from zerofx.schedule_check import check_schedule
 from zerofx.schedules import order_of
 from zerofx.shard import Owner
+from zerofx.stage_check import check_stages
 from zerofx.stage_graphs import Stage, refuse_spread_buffers, stages_of
 from zerofx.stage_line import Line
 from zerofx.stage_report import PipelineReport, report_of
@@ -38,25 +39,33 @@ class Variant:
 
 @dataclass(frozen=True)
 class Foreign:
-    """The parameters and buffers that a rank does not hold, since another one of its pipeline does."""
+    """What a rank does not hold, since another one of its pipeline does.
+
+    In `others` are buffers, and parameters that zerofx was told to ignore.
+    """
 
     params: frozenset[str] = frozenset()
-    buffers: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, owners: Sequence[Owner], place: int, plan: Plan | None) -> Foreign:
+    def of(
+        cls, model: nn.Module, owners: Sequence[Owner], ignored: Sequence[Tensor], place: int, plan: Plan | None
+    ) -> Foreign:
         if plan is None:
             return cls()
         params = frozenset(o.layout.name for o in owners if place not in plan.ranks_of(o.layout.name))
-        first = {id(buffer): name for name, buffer in model.named_buffers()}
-        buffers = {name: first[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
-        return cls(params, frozenset(name for name, known in buffers.items() if place not in plan.ranks_of(known)))
+        first = {id(each): name for name, each in (*model.named_buffers(), *model.named_parameters())}
+        alone = {id(param) for param in ignored}
+        named = [(name, param) for name, param in model.named_parameters(remove_duplicate=False) if id(param) in alone]
+        others = {n: first[id(each)] for n, each in (*model.named_buffers(remove_duplicate=False), *named)}
+        return cls(params, frozenset(name for name, known in others.items() if place not in plan.ranks_of(known)))
 
-    def drop_buffers(self, prefix: str, module: nn.Module) -> None:
-        """Takes those of one module out of it."""
-        for name in module._buffers:
-            if (f"{prefix}.{name}" if prefix else name) in self.buffers:
-                module._buffers[name] = None
+    def drop_others(self, prefix: str, module: nn.Module) -> None:
+        """Takes those that zerofx does not store out of one module."""
+        for name in (*module._buffers, *module._parameters):
+            if (f"{prefix}.{name}" if prefix else name) in self.others:
+                held: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+                held[name] = None
 
 
 class Plan:
@@ -88,6 +97,7 @@ class Plan:
         whole, line = self._line(args, kwargs)
         cuts = choose_cuts(line, pipeline, simulated.in_flight, cap)
         stages = stages_of(line, cuts)
+        check_stages(line, stages)
         self.report: PipelineReport = report_of(line, cuts, pipeline, simulated)
         read = [frozenset(stage.names("param") + stage.names("buffer")) for stage in stages]
         self.owned = self._with_unread(read)
@@ -107,14 +117,15 @@ class Plan:
             whole, line = self._line(args, kwargs)
             cuts = SplitStages(self.pipeline.stages, self.pipeline.microbatches, owned=self.owned)(line)
             stages = stages_of(line, cuts)
+            check_stages(line, stages)
             refuse_spread_buffers(stages, self.owned)
             self.variants[key] = Variant(key, whole, stages)
         return self.variants[key]
 
-    def digest(self) -> str:
+    def digest(self, boundaries: bool = True) -> str:
         """Says what is in which stage, and what crosses from one to the next."""
         (variant,) = self.variants.values()
-        told = [(sorted(n), s.receives) for n, s in zip(self.owned, variant.stages, strict=True)]
+        told = [(sorted(n), s.receives if boundaries else ()) for n, s in zip(self.owned, variant.stages, strict=True)]
         return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
     def ranks_of(self, name: str) -> list[int]:

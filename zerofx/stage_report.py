@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import nn
 
 from zerofx.config import ConfigError
@@ -16,7 +21,7 @@ from zerofx.schedule_check import Simulated
 from zerofx.stage_line import Line
 from zerofx.whole_graph import module_of
 
-BALANCED = 1.05
+BALANCED, WIDTH = 1.05, 140
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,16 @@ class PipelineReport:
 
     def __str__(self) -> str:
         asked = self.pipeline
-        head = ("stage", "rank", "from", "to", "time us", "parameters", "activations", "memory", "sent")
-        rows: list[tuple[str, ...]] = [head]
+        table = Table(
+            "stage", "rank", "from", "to", "time us", "parameters", "activations", "memory", "sent", box=SIMPLE
+        )
         for place, each in enumerate(self.stages):
             sizes = map(_size, (each.params, each.activations, each.memory, each.sent))
             where = (str(place), str(asked.rank_of(place)), each.first or "-", each.last or "-")
-            rows.append((*where, f"{each.seconds * 1e6:.3g}", *sizes))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+            table.add_row(*map(escape, where), f"{each.seconds * 1e6:.3g}", *sizes)
+        console = Console(width=WIDTH, record=True, file=io.StringIO())
+        console.print(table)
+        lines = [line.rstrip() for line in console.export_text().strip("\n").splitlines()]
         bubble = f"bubble {self.simulated.bubble:.1%}"
         if self.simulated.expected is not None:
             bubble += f" (closed form {self.simulated.expected:.1%})"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn, optim
 
-from zerofx.batches import MicroBatch, micro_batches
+from zerofx.batches import MicroBatch
 from zerofx.boundary import clip_factor, totals, update
 from zerofx.engine import Engine
 from zerofx.notes import note_call
@@ -140,17 +140,20 @@ class TrainStep:
     def _step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResult:
         given = self.arguments
         self.scale.check()
-        self._refuse_gradients()
         pipelined, scale = self.engine.pipelined, self.scale.scale
         updates = None
         if given.fuse_optimizer:
             refuse_hooks(given.caller, self.optimizer)
             updates = Updates(self.optimizer, self.model, self.engine.parallel)
-        count = given.microbatches if pipelined is None else pipelined.pipeline.microbatches
-        parts = micro_batches(batch, named, count, given.loss_weight is not None)
+
+        def split() -> list[MicroBatch]:
+            self._refuse_gradients()
+            return given.split(self.engine, batch, named)
+
         if pipelined is not None:
-            loss, weight = pipelined.train(parts, lambda part: loss_of(self.model, given, part), scale)
+            loss, weight = pipelined.train(split, lambda part: loss_of(self.model, given, part), scale)
             return self._end(loss, weight, scale, None)
+        parts = split()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = torch.zeros_like(loss)
         defer = len(parts) > 1 and defers(given.accumulate, self.engine)
@@ -166,9 +169,7 @@ class TrainStep:
         """Updates the parameters by the gradients of the sum of the losses, each of them the mean over ranks."""
         if updates is not None:
             updates.refuse_late_gradients()
-        pipelined = self.engine.pipelined
-        elsewhere = set[int]() if pipelined is None else pipelined.counted_elsewhere()
-        found = totals(self.optimizer, loss, weight, self.group, self.engine.parallel, elsewhere, updates)
+        found = totals(self.optimizer, loss, weight, self.group, self.engine.parallel, updates)
         factor = None if scale is None else 1.0 / scale.double()
         mean = found.loss / self.group.replicas
         if self.arguments.loss_weight is not None:
@@ -216,7 +217,8 @@ def loss_of(model: nn.Module, arguments: StepArguments, part: MicroBatch) -> tup
 
 @contextmanager
 def noting(engine: Engine) -> Iterator[None]:
-    """Notes what leaves a step, for the other ranks to hear."""
+    """Notes what leaves a step, for the other ranks to hear, and forgets what has left an earlier one."""
+    note_call(engine.step_group.name)
     try:
         yield
     except BaseException as error:

@@ -12,6 +12,7 @@ from torch import nn, optim
 
 from zerofx import _torch
 from zerofx.agree_all import agree_all
+from zerofx.batches import MicroBatch, micro_batches
 from zerofx.config import ConfigError
 from zerofx.engine import Engine
 from zerofx.pipeline import Pipeline
@@ -80,6 +81,16 @@ class StepArguments:
             self._refuse("scheduler", "one of torch.optim.lr_scheduler, or None")
         if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             self._refuse("scheduler", "one that counts steps: call ReduceLROnPlateau.step yourself, with its metric")
+
+    def split(self, engine: Engine, batch: tuple[Any, ...], named: Mapping[str, Any]) -> list[MicroBatch]:
+        """The batch in micro-batches: as many as were asked for, or as the model's pipeline runs.
+
+        A pipeline evaluates a batch of fewer rows in as many micro-batches as it has rows.
+        """
+        pipelined = engine.pipelined
+        count = self.microbatches if pipelined is None else pipelined.pipeline.microbatches
+        fewer = pipelined is not None and self.optimizer is None
+        return micro_batches(batch, named, count, self.loss_weight is not None, fewer)
 
     def facts(self) -> Mapping[str, Any]:
         """What must be equal on every rank."""

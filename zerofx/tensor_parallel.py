@@ -35,6 +35,12 @@ class Sliced:
         return self.placement.dim % len(self.shape) if isinstance(self.placement, Shard) else None
 
 
+def sliced_as(param: DTensor) -> Sliced:
+    """How a DTensor over one dim of ranks is read."""
+    (placement,) = param.placements
+    return Sliced(param.device_mesh, placement, param.shape, _contiguous(param.shape))
+
+
 def as_read(local: Tensor, sliced: Sliced) -> DTensor:
     """The DTensor that modules read, of this rank's whole slice."""
     return DTensor.from_local(
@@ -109,9 +115,8 @@ class Slices:
                 f"parameter {name!r} is a DTensor on the meta device: give the model its device and values before "
                 "zerofx.compile, with model.to_empty(device=...) and its initialisation"
             )
-        shape = param.shape
-        sliced = Sliced(mesh, placement, shape, _contiguous(shape))
-        return self.known.setdefault((id(mesh), placement, shape), sliced)  # one for all, so that code is shared
+        key = id(mesh), placement, param.shape  # one for all of a kind, so that code is shared
+        return self.known.setdefault(key, sliced_as(param))
 
     def storage(self, param: Tensor, sliced: Sliced | None) -> Storage:
         """Where a parameter is stored: over the data-parallel ranks, and beside DTensors over tensor-parallel ones.

@@ -106,8 +106,8 @@ class _Stage:
         return self.exchange.send(False, self.stage_index, part)
 
 
-def run_order(order: Messages, exchange: Exchange, compute: Compute, weights: str) -> None:
-    """Runs this rank's part of an order; its kind `weights` needs no exchange."""
+def run_order(order: Messages, count: int, exchange: Exchange, compute: Compute, weights: str) -> None:
+    """Runs this rank's part of an order of so many micro-batches; its kind `weights` needs no exchange."""
     pipeline = exchange.pipeline
 
     def run(kind: str, stage: int, part: int) -> None:
@@ -121,7 +121,7 @@ def run_order(order: Messages, exchange: Exchange, compute: Compute, weights: st
 
     mine = pipeline.stages_of(exchange.place)
     stages = [_Stage(stage, pipeline.stages, exchange.place, pipeline.ranks, exchange) for stage in mine]
-    runtime = _torch.PipelineRuntime(stages, order, pipeline.places, pipeline.microbatches, run)
+    runtime = _torch.PipelineRuntime(stages, order, pipeline.places, count, run)
     runtime.run()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
@@ -24,14 +26,14 @@ Kind = str
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the whole graph: a parameter or buffer by its name, a leaf of the batch by its place, or a tensor
-    that is neither, which a module keeps as a plain attribute.
+    """An input of the whole graph: a parameter or buffer by its name, a leaf of the batch by its place, or what is
+    neither: a tensor that a module keeps as a plain attribute, or the DeviceMesh of a hook of `parallelize_module`.
     """
 
     kind: Kind
     name: str = ""
     place: int = -1
-    value: Tensor | None = field(default=None, compare=False)
+    value: Any = field(default=None, compare=False)
 
 
 @dataclass
@@ -62,7 +64,8 @@ class WithoutData:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.mode, self.device = _torch.fake_tensors(), device
-        known: dict[int, Any] = {}
+        known: dict[int, Any] = {id(group): group for group in _torch.process_groups()}  # they are not copied
+        known |= {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         for tensor in (*model.parameters(), *model.buffers()):
             known[id(tensor)] = self.blank(tensor)
         self.model = copy.deepcopy(model, known)
@@ -71,6 +74,18 @@ class WithoutData:
 
     def blank(self, tensor: Tensor) -> Tensor:
         """A tensor without data of the same shape, strides and dtype, on the device that the model trains on."""
+        if isinstance(tensor, DTensor):
+            local = self.blank(_torch.local_tensor(tensor))
+            with self.mode:
+                made: Tensor = DTensor.from_local(
+                    local,
+                    tensor.device_mesh,
+                    tensor.placements,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                )
+                return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         with self.mode:
             made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=self.device)
             return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
@@ -122,7 +137,7 @@ class WithoutData:
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
             known = self.names.get(id(value)) or batch.get(id(value))
             inputs[node] = known or Input("constant", value=value)
-            if known is None and id(value) not in kept:
+            if known is None and id(value) not in kept and not isinstance(value, DeviceMesh):
                 raise PipelineError(
                     f"the model cannot be cut into stages: its forward reads {node.name!r}, a {type(value).__name__} "
                     "that is none of the model's parameters, buffers and attributes, nor a tensor in the arguments or "

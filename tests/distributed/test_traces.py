@@ -14,8 +14,8 @@ from torch import nn
 import zerofx
 from tests.distributed.ranks import Net, has, message, on_ranks, rows, sharded
 from zerofx.config import Config, ConfigError
-from zerofx.machine import H100
 from zerofx.measured import measured
+from zerofx.planning.hardware import H100
 from zerofx.timeline import timeline
 from zerofx.trace import trace
 

@@ -49,7 +49,7 @@ def test_zero_bubble_schedules_have_less_than_half_of_the_bubble_of_1f1b(schedul
 
 def test_an_evaluation_runs_each_forward_once() -> None:
     asked = pipeline("zbv", 4, 8)
-    assert simulate(asked, forwards_of(asked)).in_flight == (8,) * 8
+    assert simulate(asked, forwards_of(asked, asked.microbatches)).in_flight == (8,) * 8
 
 
 def test_a_standstill_is_found_and_drawn() -> None:

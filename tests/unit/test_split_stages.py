@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map_only
 
 from tests.models import GPT, gpt2
-from tests.stage_models import WIDTH, InPlace, Tied, UNet, line_of, run_stages, text_of
+from tests.stage_models import WIDTH, InPlace, Tied, UNet, line_of, run_stages, simulated, text_of
 from zerofx.passes.split_stages import SplitStages, choose_cuts
 from zerofx.pipeline import Pipeline, PipelineError
 from zerofx.planning.hardware import H100
 from zerofx.schedule_check import check_schedule
 from zerofx.schedules import order_of
-from zerofx.stage_graphs import stages_of
+from zerofx.stage_check import StageError, check_stages
+from zerofx.stage_graphs import Stage, stages_of
 from zerofx.stage_line import Line
 from zerofx.stage_report import PipelineReport, report_of
 
@@ -72,6 +75,103 @@ def test_stages_in_turn_compute_the_bits_of_the_model_and_its_gradients(name: st
     assert len(made) == stages
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value, rtol=1e-6, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize("name", ["unet", "in_place", "gpt2", "tied"])
+def test_stages_in_turn_are_the_whole_graph_bit_for_bit_over_several_micro_batches(name: str) -> None:
+    """A tied weight's gradients are added up stage by stage, and so in another order."""
+    _, args, kwargs, _ = MODELS[name]
+    model, line, cuts = cut(name)
+    numbers = torch.Generator().manual_seed(1)
+    parts = [tree_map_only(torch.Tensor, lambda t: t[torch.randperm(len(t), generator=numbers)], (args, kwargs))] * 3
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    results = list[list[torch.Tensor]]()
+    for stages in (None, stages_of(line, cuts)):
+        for n, buffer in model.named_buffers():
+            buffer.data.copy_(buffers[n])
+        results.append(simulated(model, line.whole, stages, parts))
+    ties = sum("tokens.weight" in stage.names("param") for stage in stages_of(line, cuts)) > 1 or name == "gpt2"
+    assert len(results[0]) == len(results[1]) > len(parts)
+    for whole, staged in zip(*results, strict=True):
+        torch.testing.assert_close(staged, whole, rtol=1e-5 if ties else 0, atol=1e-6 if ties else 0)
+    assert all(torch.equal(a, b) for a, b in zip(results[0][:3], results[1][:3], strict=True))
+
+
+def left_out(stages: list[Stage]) -> None:
+    """The last stage returns what its last computation reads."""
+    graph = stages[-1].module.graph
+    (end,) = graph.find_nodes(op="output")
+    (last,) = end.args[0]
+    end.args = ((last.all_input_nodes[0],),)
+    graph.erase_node(last)
+
+
+def passed_over(stages: list[Stage]) -> None:
+    """A computation is left out of its stage, and the next one reads what it read."""
+    graph = stages[1].module.graph
+    node = next(n for n in graph.nodes if n.op == "call_function" and n.users and n.all_input_nodes)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.erase_node(node)
+
+
+def repeated(stages: list[Stage]) -> None:
+    stages[1:1] = [stages[1]]
+
+
+def swapped(stages: list[Stage]) -> None:
+    stages[:] = [stages[1], stages[0], *stages[2:]]
+
+
+def forgotten(stages: list[Stage]) -> None:
+    """What the next stage receives is not sent."""
+    (end,) = stages[0].module.graph.find_nodes(op="output")
+    end.args = (end.args[0][1:],)
+
+
+def reordered(stages: list[Stage]) -> None:
+    (end,) = stages[0].module.graph.find_nodes(op="output")
+    end.args = (end.args[0][::-1],)
+
+
+def other_source(stages: list[Stage]) -> None:
+    """A computation reads another value than in the model."""
+    graph = stages[-1].module.graph
+    tanh = graph.find_nodes(op="call_function", target=torch.tanh)
+    first = next(n for n in graph.nodes if n.op == "placeholder" and n.name != tanh[-1].all_input_nodes[0].name)
+    tanh[-1].args = (first,)
+
+
+def undeclared(stages: list[Stage]) -> None:
+    stages[0] = replace(stages[0], inputs=stages[0].inputs[1:])
+
+
+BROKEN: dict[Any, str] = {
+    left_out: "computed in no stage",
+    passed_over: "and in the model",
+    repeated: "and again in stage 2",
+    swapped: "which stage 1 computes",
+    forgotten: "stage 0 returns",
+    reordered: "stage 0 returns",
+    other_source: "and in the model",
+    undeclared: "stage 0 is given",
+}
+
+
+@pytest.mark.parametrize("breaks", BROKEN, ids=lambda each: each.__name__)
+def test_stages_that_are_not_the_model_are_found(breaks: Any) -> None:
+    line = line_of(UNet(), ROWS)
+    stages = stages_of(line, SplitStages(3, 4)(line))
+    check_stages(line, stages)
+    breaks(stages)
+    with pytest.raises(StageError, match=BROKEN[breaks]):
+        check_stages(line, stages)
+
+
+def test_a_stage_that_writes_to_what_it_receives_is_found() -> None:
+    _, line, _ = cut("in_place")
+    writes = next(p for p, n in enumerate(line.nodes) if getattr(n.target, "__name__", "") == "iadd")
+    with pytest.raises(StageError, match="writes to what the stage receives"):
+        check_stages(line, stages_of(line, [writes - 1]))
 
 
 @pytest.mark.parametrize("name", ["unet", "tied", "in_place"])

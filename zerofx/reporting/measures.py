@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.liveness import Life, forward_life, halves
-from zerofx.machine import H100, Machine
+from zerofx.planning.hardware import H100, Hardware
 from zerofx.program import Program
 from zerofx.read import TextError
 from zerofx.text import parse
@@ -50,7 +50,7 @@ class Measures:
     missing: str = ""
 
 
-def measures_of(program: Program, machine: Machine = H100) -> Measures:
+def measures_of(program: Program, machine: Hardware = H100) -> Measures:
     """The numbers of a program behind its last pass; passes of others may make what has none."""
     try:
         return Measures(_memory(program), machine.name, timeline(program, machine).spans)
