@@ -24,7 +24,7 @@ from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_s
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
-from torch._logging import trace_structured as _trace_structured
+from torch._logging._internal import trace_structured as _trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

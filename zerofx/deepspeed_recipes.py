@@ -40,8 +40,8 @@ SCHEDULES: Mapping[str, Callable[..., Factor]] = {
 class Reader(Protocol):
     """What reads a configuration."""
 
-    args: Any
-
+    @property
+    def args(self) -> Any: ...
     def get(self, key: str, default: Any) -> Any: ...
     def refuse(self, key: str, reason: str) -> NoReturn: ...
 

@@ -102,4 +102,4 @@ def _writer(folder: Any) -> Any:
             "zerofx.TensorBoard needs the package tensorboard: pip install tensorboard, or give a writer that has "
             "add_scalar(name, value, step)"
         ) from None
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))

@@ -30,7 +30,7 @@ def launched(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_trainer_trains_as_in_one_process(tmp_path: Path, accumulate: int) -> None:
     from transformers import GPT2LMHeadModel, Trainer
 

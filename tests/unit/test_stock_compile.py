@@ -1,4 +1,4 @@
-"""Where torch.compile itself differs from eager code, as the README says, and what zerofx makes of it on one rank.
+"""Where torch.compile itself differs from eager code, as docs/ says, and what zerofx makes of it on one rank.
 
 Stock torch.compile runs with the backend that only traces, so a difference is one of tracing and not of kernels.
 """

@@ -4,7 +4,7 @@ Put `pytest_plugins = ["zerofx.testing"]` into a `conftest.py` for the fixture `
 `--update-goldens`. Nothing here needs a process group.
 """
 
-from zerofx.testing.golden import Golden, golden, golden_files, golden_id, pytest_addoption
+from zerofx.testing.cases import Golden, golden, golden_files, golden_id, pytest_addoption
 from zerofx.testing.meaning import assert_same_bits, assert_same_meaning
 from zerofx.testing.programs import apply, chain, linear, tied, traced
 from zerofx.testing.sent import assert_collectives, collectives
