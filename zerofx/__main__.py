@@ -14,6 +14,7 @@ from zerofx.doctor import SECONDS, doctor
 from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
 from zerofx.planning import command as plan_command
+from zerofx.planning.measured import measured, write
 from zerofx.recipe import recipe
 from zerofx.reporting.html import write_report
 from zerofx.reporting.recording import RecordError, read_ranks
@@ -52,9 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m zerofx")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("passes", help="print the table of passes")
-    commands.add_parser("tune", help="measure the process group, on every rank of it")
     looks = commands.add_parser("doctor", help="print versions and backends, and try all-reduces")
     looks.add_argument("--seconds", type=float, default=SECONDS, help="how long to try; default: %(default)g")
+    tuning = commands.add_parser("tune", help="measure the process group, on every rank of it")
+    tuning.add_argument("--out", type=Path, help="also measure kernels, and write a hardware file to plan for")
     out = commands.add_parser("export", help="write a checkpoint's weights as safetensors or as a plain state dict")
     out.add_argument("checkpoint", type=Path)
     out.add_argument("out", type=Path, help="a folder for safetensors; a name in .pt, .pth or .bin for a state dict")
@@ -98,7 +100,9 @@ def main() -> None:
     elif "RANK" not in os.environ:
         parser.error("tune runs on every rank: python -m torch.distributed.run --nproc-per-node 2 -m zerofx tune")
     else:
-        tune()
+        link = tune()
+        if arguments.out:
+            write(measured(link, arguments.out.stem), arguments.out)
         dist.destroy_process_group()
 
 

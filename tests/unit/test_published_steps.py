@@ -42,7 +42,7 @@ def test_fitting_again_gives_the_constants_also_without_one_size(left_out: float
 
 
 def megatron_tflops(row: dict[str, str]) -> float:
-    """Of a rank, as the table counts them, by the fastest of the micro-batches and interleavings, which it leaves out."""
+    """Of a rank, as the table counts; the fastest of the micro-batches and interleavings that it does not print."""
     layers, hidden, heads, tp, pp, ranks, batch = (
         int(row[name]) for name in ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch")
     )
@@ -79,7 +79,7 @@ def test_zero_is_three_to_five_times_as_fast_as_slicing_over_nodes() -> None:
 
 
 def test_a_ring_through_one_card_gives_the_five_tflops_that_zero_measured() -> None:
-    """ "about 5 Tflops per V100" for 40e9 parameters sliced over two DGX-2 (ZeRO, section 1)."""
+    """ZeRO, section 1: "about 5 Tflops per V100" for 40e9 parameters that are sliced over two DGX-2."""
     found = zero_speedup.baseline("40B", zero_speedup.ONE_CARD)
     assert found.tensor == 32
     assert found.flops == pytest.approx(5e12, rel=0.2)

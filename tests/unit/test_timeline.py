@@ -51,7 +51,7 @@ def test_a_gather_runs_beside_two_products() -> None:
 
 
 def test_what_a_slow_gather_takes_beyond_the_products_is_exposed() -> None:
-    slow = replace(TOY, link=Link(0.5, TENSOR / 7))
+    slow = replace(TOY, intra=Link(0.5, TENSOR / 7))
     found = run(GATHER, mm("a", "x", "x"), mm("b", "a", "x"), WAIT, mm("c", "b", "whole"), result="c", machine=slow)
     assert shown(found)[-2:] == [("wait", 2, 4), ("mm", 4, 5)]
     assert (found.step, found.exposed, found.exposed_share) == (5, 2, 0.4)
@@ -89,7 +89,7 @@ def test_a_bucket_is_sent_as_one_and_has_one_latency() -> None:
     for place, name in enumerate("vw"):
         lines.append(f"g{name}: {MATRIX} @ unshard('{name}') = operator.getitem(g, {place})")
         lines.append(f"all_{name}: {MATRIX} @ unshard('{name}') = c10d.wait_tensor.default(g{name})")
-    late = replace(TOY, link=Link(0.5, TENSOR / 2))
+    late = replace(TOY, intra=Link(0.5, TENSOR / 2))
     found = run(*lines, mm("a", "all_v", "all_w"), result="a", machine=late)
     assert shown(found) == [("all_gather_into_tensor", 0, 2.5), ("wait", 0, 2.5), ("mm", 2.5, 3.5)]
 
