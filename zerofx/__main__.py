@@ -14,6 +14,7 @@ from zerofx.doctor import doctor
 from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
 from zerofx.planning import command as plan_command
+from zerofx.planning.measured import measured, write
 from zerofx.recipe import recipe
 from zerofx.tune import tune
 from zerofx.weights import export_weights, import_weights
@@ -49,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m zerofx")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("passes", help="print the table of passes")
-    commands.add_parser("tune", help="measure the process group, on every rank of it")
+    tuning = commands.add_parser("tune", help="measure the process group, on every rank of it")
+    tuning.add_argument("--out", type=Path, help="also measure kernels, and write a hardware file to plan for")
     commands.add_parser("doctor", help="print versions and backends, and try an all-reduce")
     out = commands.add_parser("export", help="write a checkpoint's weights as safetensors or as a plain state dict")
     out.add_argument("checkpoint", type=Path)
@@ -78,7 +80,9 @@ def main() -> None:
     elif "RANK" not in os.environ:
         parser.error("tune runs on every rank: python -m torch.distributed.run --nproc-per-node 2 -m zerofx tune")
     else:
-        tune()
+        link = tune()
+        if arguments.out:
+            write(measured(link, arguments.out.stem), arguments.out)
         dist.destroy_process_group()
 
 

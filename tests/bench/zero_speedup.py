@@ -1,4 +1,4 @@
-"""ZeRO against tensor parallelism alone on 384 V100, by the cost model: `python -m tests.bench.zero_speedup`; no GPU."""
+"""ZeRO against tensor parallelism alone on 384 V100, by the cost model: `python -m tests.bench.zero_speedup`."""
 
 from __future__ import annotations
 

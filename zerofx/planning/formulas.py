@@ -108,7 +108,10 @@ def evaluate(formula: sp.Expr, values: Mapping[str, float]) -> float:
 
     Raises ValueError for symbols that are left without a value.
     """
-    found = formula.subs({BY_NAME[name]: value for name, value in values.items()})
+    unknown = set(values) - set(BY_NAME)
+    if unknown:
+        raise ValueError(f"formulas have no {', '.join(sorted(unknown))}: name {', '.join(BY_NAME)}")
+    found = sp.sympify(formula).subs({BY_NAME[name]: value for name, value in values.items()})
     if found.free_symbols:
         left = ", ".join(sorted(map(str, found.free_symbols)))
         raise ValueError(f"the formula still has {left}: give each a value")

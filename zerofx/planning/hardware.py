@@ -67,8 +67,9 @@ class Hardware:
         for name in ("peak", "achievable", "origin"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         for name in ("memory_bytes", "memory_bandwidth", "memory_share", "ranks_per_node"):
-            if not getattr(self, name) > 0:
-                raise HardwareError(f"hardware {self.name!r}: {name} is {getattr(self, name)!r}: give a number above 0")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise HardwareError(f"hardware {self.name!r}: {name} is {value!r}: give a number above 0")
         if "fp32" not in self.peak or set(self.peak) != set(self.achievable) or not set(self.peak) <= set(DTYPES):
             raise HardwareError(
                 f"hardware {self.name!r}: peak has {sorted(self.peak)} and achievable {sorted(self.achievable)}: "
@@ -121,7 +122,10 @@ def _made(name: str, read: dict[str, Any]) -> Hardware:
             f"hardware {name!r} lacks {sorted(missing)} and has unknown {sorted(wrong)}: "
             f"give {', '.join(sorted(known))}"
         )
-    read |= {way: Link(**read[way]) for way in ("intra", "inter")}
+    for way in ("intra", "inter"):
+        if set(read[way]) != {"latency", "bandwidth"}:
+            raise HardwareError(f"hardware {name!r}: {way} has {sorted(read[way])}: give latency and bandwidth")
+        read[way] = Link(**read[way])
     return Hardware(name=name, **read)
 
 
