@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,10 @@ from rich.table import Table
 
 import zerofx
 from tests.bench.gpt import GPT, SIZES, Size, global_batch
-from zerofx.planning.hardware import Hardware, load
+from zerofx.planning.measured import measured
 from zerofx.tune import tune
 
 STAGES = (0, 1, 2, 3)
-ROWS, COPIED = 1024, 2**24
 WARMUP = 2
 
 
@@ -40,29 +38,6 @@ def best(run: Callable[[], object], times: int = 12) -> float:
     slowest = torch.tensor(statistics.median(found))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
-
-
-def _flops(width: int, dtype: torch.dtype) -> float:
-    """FLOP/s of matrix products such as the model's."""
-    left, right = torch.randn(ROWS, width).to(dtype), torch.randn(width, 4 * width).to(dtype)
-    return 2 * left.numel() * right.shape[1] / best(lambda: left @ right)
-
-
-def measured_hardware(width: int) -> Hardware:
-    """What matrix products of the model's width, passes over memory, and collectives take."""
-    link = tune()
-    rates = {name: _flops(width, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
-    source, target = torch.randn(COPIED), torch.empty(COPIED)
-    bandwidth = 2 * source.nbytes / best(lambda: target.copy_(source))
-    return replace(
-        load("cpu"),
-        memory_bandwidth=bandwidth,
-        memory_share=1.0,
-        peak=rates,
-        achievable=rates,
-        intra=link,
-        ranks_per_node=dist.get_world_size(),
-    )
 
 
 def loss_of(model: torch.nn.Module, *batch: torch.Tensor) -> torch.Tensor:
@@ -92,7 +67,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size, world = SIZES[given.size], dist.get_world_size()
-    machine = measured_hardware(size.width)
+    machine = measured(tune())
     table = Table("stage", "planned, ms", "measured, ms", "planned / measured")
     ids = torch.zeros(size.micro_batch, size.context, dtype=torch.long, device="meta")
     for stage in STAGES:

@@ -47,8 +47,12 @@ class Blocks:
     def of(self, count: int, first: bool, last: bool) -> Part:
         """A stage of that many blocks, and of what is before the first and behind the last one."""
         parts = [(self.block, count), (self.head, int(first)), (self.tail, int(last))]
-        total = [sum(times * getattr(part, name) for part, times in parts) for name in ("forward", "backward", "saved")]
-        return Part(*total, max(part.transient for part, times in parts if times))
+        return Part(
+            sum(times * part.forward for part, times in parts),
+            sum(times * part.backward for part, times in parts),
+            sum(times * part.saved for part, times in parts),
+            max(part.transient for part, times in parts if times),
+        )
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _searched(
     _check(world=world)
     shape = search
     if not isinstance(shape, Shape):
-        shape = getattr(Shapes(model_fn, batch).model, "shape", None)  # type: ignore[assignment]
+        shape = getattr(Shapes(model_fn, batch).model, "shape", None)
     if not isinstance(shape, Shape):
         _refuse("search", search, "a zerofx.planning.shapes.Shape, since the model's attribute `shape` is none")
     return layouts.search(shape, world, rows_of(batch)[0] * world, machine, dtype=precision)

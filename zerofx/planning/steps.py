@@ -55,9 +55,9 @@ class Step:
             streams = self.streams
             for name, then in zip(("now", "compute", "communication", "exposed"), start, strict=True):
                 setattr(streams, name, getattr(streams, name) + left * (getattr(streams, name) - then))
-            for counter, then in zip((streams.sent, streams.collectives), before, strict=True):
+            for counter, counted in zip((streams.sent, streams.collectives), before, strict=True):
                 for key in counter:
-                    counter[key] += left * (counter[key] - then[key])
+                    counter[key] += left * (counter[key] - counted[key])
         self.streams.wait(self.streams.network)
 
     def reduce(self, sharded: bool) -> None:
