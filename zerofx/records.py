@@ -90,6 +90,7 @@ def write_json(path: Path, told: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(gzip.compress(json.dumps(told).encode(), 6))
+    Path(file.name).chmod(0o644)
     Path(file.name).replace(path)
 
 
