@@ -99,6 +99,14 @@ def read_json(path: Path) -> Any:
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
+def keep(name: str, capture: Capture) -> None:
+    """Saves the steps, or fills in those that were saved where the graph came from the compile cache."""
+    if capture.steps:
+        save(name, capture)
+    else:
+        load(name, capture)
+
+
 def load(name: str, capture: Capture) -> bool:
     """Fills the capture with recorded steps; False where there is no whole record."""
     try:
