@@ -101,10 +101,10 @@ zx.chunkModules = function (branch) {
 zx.openSome = function (root) {
   const shown = (branch) => branch.modules.size + branch.leaves.length;
   let total = shown(root);
-  const closed = [...root.modules.values()];
+  const closed = [...root.modules.values()].filter((branch) => ![STORED, GIVEN, REDUCED].includes(branch.name));
   while (closed.length) {
     closed.sort((a, b) => b.count + b.gone - a.count - a.gone);
-    const next = closed.findIndex((branch) => total - 1 + shown(branch) <= FEW || (total < 5 && shown(branch) <= 2 * FEW && !branch.name.startsWith("(")));
+    const next = closed.findIndex((branch) => total - 1 + shown(branch) <= FEW || (total < 5 && shown(branch) <= 2 * FEW));
     if (next < 0) return;
     const [branch] = closed.splice(next, 1);
     zx.opened.add(branch.id);
@@ -226,8 +226,8 @@ zx.draw = function (place, root, graph, { force = false } = {}) {
 /* A large drawing starts at its beginning, at a size that can be read. */
 zx.readable = function () {
   const box = zx.cy.elements().boundingBox();
-  zx.cy.zoom(0.62);
-  zx.cy.pan({ x: zx.cy.width() / 2 - 0.62 * (box.x1 + box.w / 2), y: 20 - 0.62 * box.y1 });
+  zx.cy.zoom(0.7);
+  zx.cy.pan({ x: zx.cy.width() / 2 - 0.7 * (box.x1 + box.w / 2), y: 20 - 0.7 * box.y1 });
 };
 
 zx.open = function (branch) {
