@@ -14,6 +14,7 @@ from zerofx.program import Program
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 PART = re.compile(r"\._modules\['([^']+)'\]|\[['\"]?([^'\"\]]+)['\"]?\]")
 BACKWARD = ("is_backward", "must_be_in_backward")
+ROOT = re.compile(r"^[LG]\.\w+\.?")  # the variable that holds the model
 OWN = str(Path(__file__).parent.resolve())
 
 
@@ -52,11 +53,11 @@ def origin_of(node: Node) -> Origin:
 
 
 def module_name(stack: Mapping[str, Any] | None) -> str:
-    """The name of the innermost module of a stack, as in `named_modules()` of the outermost one."""
+    """The name of the innermost module of a stack, as in `named_modules()` of the model that was called."""
     if not stack:
         return ""
-    paths = [_path(str(value[0] if isinstance(value, tuple) else value)) for value in stack.values()]
-    return paths[-1].removeprefix(paths[0]).strip(".")
+    *_, innermost = stack.values()
+    return ROOT.sub("", _path(str(innermost[0] if isinstance(innermost, tuple) else innermost)))
 
 
 def source_line(trace: str | None) -> str:

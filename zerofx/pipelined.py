@@ -220,6 +220,8 @@ class Pipelined:
             capture = engine.capture_stage(place)
             with engine.progress.compiling(place, engine.config.backend):
                 self.compiled[key] = compile_stage(stage, inputs, capture, engine.config.backend, name, in_halves)
+            if engine.config.backend == "inductor":
+                records.keep(name, capture)
             engine.compiled(capture)
         return self.compiled[key]
 

@@ -90,12 +90,21 @@ def write_json(path: Path, told: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(gzip.compress(json.dumps(told).encode(), 6))
+    Path(file.name).chmod(0o644)
     Path(file.name).replace(path)
 
 
 def read_json(path: Path) -> Any:
     """Reads what `write_json` wrote. Raises OSError, EOFError or ValueError."""
     return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def keep(name: str, capture: Capture) -> None:
+    """Saves the steps, or fills in those that were saved where the graph came from the compile cache."""
+    if capture.steps:
+        save(name, capture)
+    else:
+        load(name, capture)
 
 
 def load(name: str, capture: Capture) -> bool:

@@ -22,7 +22,6 @@ TABS = ["overview", "graph", "diff", "memory", "timeline", "collectives", "param
 
 class Opened(NamedTuple):
     browser: Browser
-    seconds: float
     file: Path
 
     @property
@@ -35,7 +34,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     file = tmp_path_factory.mktemp("report") / "report.html"
     write_report(file, [record(LAYERS), record(LAYERS, rank=1, differs=True)])
     browser = Browser()
-    yield Opened(browser, browser.open(file), file)
+    browser.open(file)
+    yield Opened(browser, file)
     browser.close()
 
 
@@ -49,10 +49,13 @@ def page(opened: Opened) -> Browser:
 def test_ten_thousand_nodes_are_painted_within_two_seconds(opened: Opened) -> None:
     assert opened.browser.run("zx.program.steps.at(-1).nodes") == LAYERS * PER_LAYER == 10_000
     assert opened.size < 5e6
-    assert min(opened.seconds, *(opened.browser.open(opened.file) for _ in range(2))) < 2
-    start = time.monotonic()
-    opened.browser.run("zx.show('graph')")
-    assert time.monotonic() - start < 2
+    screens, graphs = [], []
+    for _ in range(3):  # the machine may be busy with something else
+        screens.append(opened.browser.open(opened.file))
+        start = time.monotonic()
+        opened.browser.run("zx.show('graph')")
+        graphs.append(time.monotonic() - start)
+    assert min(screens) < 2 and min(graphs) < 2, (screens, graphs)
     assert opened.browser.errors == []
 
 

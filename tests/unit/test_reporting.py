@@ -149,7 +149,8 @@ def test_what_is_measured_of_a_program_is_measured_of_its_text() -> None:
 
 def test_modules_and_lines_are_named_as_in_the_model() -> None:
     stack = {"a": ("L['model']", object), "b": ("L['model']._modules['h']._modules['0']", object)}
-    assert module_name(stack) == "h.0" and module_name(None) == ""
+    assert module_name(stack) == "h.0" and module_name(None) == "" == module_name({"a": ("L['self']", object)})
+    assert module_name({"b": ("L['model'].h.0.mlp", object)}) == "h.0.mlp"  # the root may be missing
     here = Path.cwd() / "models" / "gpt.py"
     trace = f'  File "{here}", line 7, in forward\n    x\n  File "/lib/torch/nn/linear.py", line 9, in forward\n'
     assert source_line(trace) == "models/gpt.py:7 in forward" and source_line(None) == ""

@@ -4,7 +4,8 @@ zx.opened = new Set();
 zx.showGone = true;
 const FEW = 40; // boxes on the first screen
 const DRAWN = 900; // elements that are drawn without asking
-const LEAVES = 80; // nodes that stand side by side in one module before they are put together
+const LEAVES = 80; // nodes side by side in one module before they are put together, and how many beside other modules
+const BESIDE = 24;
 
 /* The tree of modules of one graph; nodes that are gone hang in it as well. */
 zx.tree = function (program, step, graph) {
@@ -63,8 +64,8 @@ zx.chunk = function (branch) {
   for (const each of branch.modules.values()) zx.chunk(each);
   zx.chunkModules(branch);
   const plain = branch.leaves.filter((leaf) => leaf.node.kind === "op" || leaf.node.kind === "parameter");
-  if (plain.length <= LEAVES) return;
-  const own = new Set(plain), size = Math.max(50, Math.ceil(plain.length / 50));
+  if (plain.length <= (branch.modules.size ? BESIDE : LEAVES)) return;
+  const own = new Set(plain), size = Math.max(12, Math.ceil(plain.length / (branch.modules.size ? 12 : 50)));
   branch.leaves = branch.leaves.filter((leaf) => !own.has(leaf));
   for (let i = 0; i < plain.length; i += size) {
     const part = plain.slice(i, i + size);
@@ -100,10 +101,10 @@ zx.chunkModules = function (branch) {
 zx.openSome = function (root) {
   const shown = (branch) => branch.modules.size + branch.leaves.length;
   let total = shown(root);
-  const closed = [...root.modules.values()];
+  const closed = [...root.modules.values()].filter((branch) => ![STORED, GIVEN, REDUCED].includes(branch.name));
   while (closed.length) {
     closed.sort((a, b) => b.count + b.gone - a.count - a.gone);
-    const next = closed.findIndex((branch) => total - 1 + shown(branch) <= FEW);
+    const next = closed.findIndex((branch) => total - 1 + shown(branch) <= FEW || (total < 5 && shown(branch) <= 2 * FEW));
     if (next < 0) return;
     const [branch] = closed.splice(next, 1);
     zx.opened.add(branch.id);
@@ -225,8 +226,8 @@ zx.draw = function (place, root, graph, { force = false } = {}) {
 /* A large drawing starts at its beginning, at a size that can be read. */
 zx.readable = function () {
   const box = zx.cy.elements().boundingBox();
-  zx.cy.zoom(0.62);
-  zx.cy.pan({ x: zx.cy.width() / 2 - 0.62 * (box.x1 + box.w / 2), y: 20 - 0.62 * box.y1 });
+  zx.cy.zoom(0.7);
+  zx.cy.pan({ x: zx.cy.width() / 2 - 0.7 * (box.x1 + box.w / 2), y: 20 - 0.7 * box.y1 });
 };
 
 zx.open = function (branch) {

@@ -100,7 +100,7 @@ zx.rows = function (chart, tip, boxes, rows, unit, height) {
 
 zx.boxes = function (u, boxes) {
   const { ctx } = u, { left, top, width, height } = u.bbox, scale = devicePixelRatio || 1;
-  ctx.save(); ctx.beginPath(); ctx.rect(left, top, width, height); ctx.clip(); ctx.font = `${11 * scale}px system-ui`; ctx.textBaseline = "middle";
+  ctx.save(); ctx.beginPath(); ctx.rect(left, top, width, height); ctx.clip(); ctx.font = `${11 * scale}px system-ui`; ctx.textBaseline = "middle"; ctx.textAlign = "left";
   for (const box of boxes) {
     const x = u.valToPos(box.start, "x", true), w = Math.max(0.7, u.valToPos(box.end, "x", true) - x);
     if (x + w < left || x > left + width) continue;

@@ -30,7 +30,13 @@ zx.differences = function () {
       differences.map(({ what, groups }) => zx.el("div", {}, zx.el("h3", {}, what), zx.el("table", {}, zx.el("tbody", {}, groups.map(({ ranks, value }) => zx.el("tr", {}, zx.el("td", {}, zx.el("b", {}, ranks)), zx.el("td", { class: "mono" }, value))))))));
   if (world === 1) return null;
   const all = zx.data.ranks.length === world;
-  return zx.el("section", { class: "box good" }, all ? `All ${world} ranks asked for the same and have the same programs, as far as they should.` : `This report was made on ${recorded} of ${world}; record=... compares all of them.`);
+  return zx.el("section", { class: "box good" }, all ? `All ${world} ranks agree: what should be equal on them is equal.` : `This report was made on ${recorded} of ${world}; record=... compares all of them.`);
+};
+
+zx.pipelineWords = function () {
+  const { pipeline } = zx.data;
+  if (!pipeline) return [];
+  return [`The model runs as a pipeline of ${pipeline.stages.length} stages on ${pipeline.ranks} ranks, by ${pipeline.schedule} with ${pipeline.microbatches} micro-batches: a rank stands still for ${(100 * pipeline.bubble).toFixed(1)} % of a step. What follows is one stage.`];
 };
 
 zx.views.overview = function (main) {
@@ -40,7 +46,7 @@ zx.views.overview = function (main) {
     const sent = program.collectives.reduce((sum, row) => sum + (row.bytes || 0), 0), count = (kind) => program.collectives.filter((row) => row.kind.startsWith(kind)).length;
     const tile = (value, text, tab) => zx.el("button", { class: "tile", onclick: () => zx.show(tab) }, zx.el("b", {}, value), zx.el("span", {}, text));
     const peak = Math.max(0, ...program.memory.map((each) => each.peak));
-    page.append(zx.el("h2", {}, `What ${program.label} does`), zx.el("ul", { class: "words" }, program.words.map((text) => zx.el("li", {}, text))),
+    page.append(zx.el("h2", {}, `What ${program.label} does`), zx.el("ul", { class: "words" }, zx.pipelineWords().concat(program.words).map((text) => zx.el("li", {}, text))),
       zx.el("div", { class: "tiles" }, tile(count("all_gather"), "all-gathers", "collectives"), tile(count("reduce_scatter") + count("all_reduce"), "reductions", "collectives"), tile(zx.bytes(sent), "a rank sends", "collectives"), tile(program.memory.length ? zx.bytes(peak) : "?", "peak, without states", "memory"),
         tile(program.time ? zx.time(program.time.exposed) : "?", "exposed communication", "timeline"), tile(program.steps.length, "steps to look at", "graph")));
     if (data.programs.length > 1) page.append(zx.el("h2", {}, "All programs"), zx.table(["program", "steps", "nodes", "collectives", "sent by a rank", "peak", "predicted", ""], data.programs.map((each, i) => [each.label, each.steps.length, each.steps.at(-1).nodes, each.collectives.length, { show: zx.bytes(each.collectives.reduce((s, r) => s + (r.bytes || 0), 0)), by: each.collectives.length }, each.memory.length ? zx.bytes(Math.max(...each.memory.map((m) => m.peak))) : "?", each.time ? zx.time(each.time.step) : "?", zx.el("button", { onclick: () => zx.choose(i) }, i === data.programs.indexOf(program) ? "shown" : "show")]), { numbers: [1, 2, 3, 4, 5, 6] }));
