@@ -42,18 +42,18 @@ class Hashed:
 
     def __init__(self, file: IO[bytes], told: Callable[[int], None] = lambda count: None) -> None:
         self.file, self.hash, self.bytes, self.told = file, hashlib.sha256(), 0, told
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
-        """Keeps the OSError of a full disk, of which torch.save's own error tells nothing."""
+        """Keeps what goes wrong, such as a full disk, of which torch.save's own error tells nothing."""
         try:
             count = self.file.write(data)
-        except OSError as error:
+            self.hash.update(data)
+            self.told(count)
+        except Exception as error:
             self.error = error
             raise
-        self.hash.update(data)
         self.bytes += count
-        self.told(count)
         return count
 
     def entry(self) -> Entry:
@@ -78,7 +78,7 @@ class Files(FileSystem):
     def __init__(self, told: Callable[[int], None]) -> None:
         self.told = told
         self.entries: dict[str, Entry] = {}
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:

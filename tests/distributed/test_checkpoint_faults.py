@@ -122,7 +122,7 @@ def memory_runs_out(folder: Path) -> None:
     out_of_memory = {"side_effect": lambda *_: torch.empty(2**60, dtype=torch.uint8)}
     moments = {
         "zerofx.background.copied": lambda: zerofx.save(folder / "b", model, asynchronous=True),
-        "zerofx.checkpoint_files.Hashed.write": lambda: zerofx.save(folder / "b", model),
+        "zerofx.progress.Bar.add": lambda: zerofx.save(folder / "b", model),
         "zerofx.loading.blank_state": lambda: zerofx.load(folder / "a", model, optimizer),
     }
     before = whole(model)

@@ -102,5 +102,5 @@ def test_fifty_random_kills_lose_nothing(tmp_path: Path) -> None:
     printed = train_forked(tmp_path / "killed", lives, LONG, timeout=3000)
     told = re.findall(r"^life .*", printed, re.MULTILINE)
     print("\n".join(told))
-    assert sum("[-9," in line for line in told) == KILLS
+    assert sum(": [-" in line and "-9" in line for line in told) == KILLS
     equal(trained(tmp_path / "killed", LONG), trained(tmp_path / "whole", LONG))

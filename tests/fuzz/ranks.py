@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from tests.fuzz.simulated import CPU, config_of, has_kind, tolerance
 from tests.pool import Pool
 from tests.training import State, compare, full
 from zerofx.engine import autocast
-from zerofx.passes.release_after_use import ReleaseAfterUse
 
 STEPS = 2
 MOST = 3
@@ -74,19 +72,16 @@ def reference(spec: Spec, setting: Setting, training: Training) -> list[Result]:
     return [Result(named | buffers[rank], losses[rank]) for rank in range(setting.world)]
 
 
-def keeping(keep: tuple[str, ...], passes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The passes with some parameters kept gathered."""
-    return tuple(ReleaseAfterUse(keep) if isinstance(each, ReleaseAfterUse) else each for each in passes)
-
-
 def train(spec: Spec, setting: Setting, training: Training) -> Result:
     """One rank's training of the sharded model."""
     model: Any = built(spec)
     config = config_of(setting)
-    keep = tuple([name for name, _ in model.named_parameters()][: setting.keep])
-    options = {name: getattr(config, name) for name in ("stage", "persist_below", "bucket_mb", "prefetch")}
+    options: dict[str, Any] = {
+        name: getattr(config, name) for name in ("stage", "persist_below", "bucket_mb", "prefetch")
+    }
     options |= {"precision": config.precision, "reduce_dtype": config.reduce_dtype, "recompute": setting.recompute}
-    zerofx.compile(model, backend="interpreter", passes=functools.partial(keeping, keep), dynamic=False, **options)
+    options["memory"] = "1GiB" if setting.keep else None  # which keeps all that it can
+    zerofx.compile(model, backend="interpreter", dynamic=False, **options)
     optimizer = optimizer_of(model.parameters(), training)
     run = _whole_step if training.whole_step else _loop
     losses = run(model, optimizer, spec, training)

@@ -38,6 +38,7 @@ def run_on_ranks(pool: Callable[[int], Pool], count: int) -> None:
     test()
 
 
+@pytest.mark.full
 def test_real_ranks_train_as_one_process(pool: Callable[[int], Pool]) -> None:
     run_on_ranks(pool, 6)
 

@@ -120,7 +120,7 @@ def test_every_kind_of_argument_and_type_reads_back() -> None:
 ONE_ROW = """\
 mesh(dp=2)
 
-def inference(x: f32[4, 1](1, 1), y: f32[0, 3]):
+def inference(x: f32[4, 1], y: f32[0, 3]):
     t: f32[1, 4] = aten.t.default(x)
     t_1: f32[3, 0](7, 5) = aten.t.default(y)
     return [t @ out, t_1 @ out]
