@@ -71,6 +71,8 @@ def test_what_has_no_signature_takes_what_is_given() -> None:
         (_torch._BackendCompilerFailed(None, ValueError(), None), ["inner_exception"]),
         (_torch._FakeTensorMode().from_tensor(torch.ones(1)), ["fake_mode"]),
         (torch.ones(1).untyped_storage(), ["_cdata"]),
+        (_torch._c10d._world, ["pg_map"]),
+        (_torch.DTensor, ["_local_tensor"]),
         (torch, ["_foreach_norm", "_foreach_mul_"]),
         (torch.optim.SGD([torch.ones(1)]), ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]),
         (type(torch.optim.SGD([torch.ones(1)])).step, ["hooked", "__wrapped__"]),
