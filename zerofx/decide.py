@@ -44,7 +44,7 @@ class Forecast:
     @classmethod
     def nothing(cls, steady: int) -> Forecast:
         """That of a graph without a backward."""
-        return cls(Need((steady,)))
+        return cls(Need((steady,), deferred=steady))
 
     def written(self) -> dict[str, Any]:
         chosen = self.chosen
@@ -57,11 +57,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Settled:
-    """A decision, the most bytes that any rank needs with it by the forecast, and those that `memory` allows."""
+    """A decision, the most bytes that any rank needs with it by the forecast, and those that `memory` allows.
+
+    `deferred` are the most bytes where gradients wait, without those that wait already.
+    """
 
     decision: Decision
     peak: int
     allowed: int | None
+    deferred: int = 0
 
 
 Predict = Callable[[Decision], Forecast]
@@ -91,7 +95,7 @@ class Deciding:
                 found, needs = self._agreed(Decision(recompute=share))
                 tried[share] = _peak(needs)
                 if tried[share] <= self.allowed:
-                    return Settled(found, tried[share], self.allowed)
+                    return self._settled(found, needs)
         best = min(tried, key=tried.__getitem__)
         raise MemoryLimitError(
             f"a training step needs {tried[best]:,} bytes on one rank by the forecast, with recompute={best:g}, and "
@@ -101,18 +105,21 @@ class Deciding:
     def _keep(self, first: Decision, needs: Sequence[Need]) -> Settled:
         """Keeps what fits; where the forecast for what was to be kept is higher than thought, less."""
         if self.allowed is None or not self.names:
-            return Settled(first, _peak(needs), self.allowed)
+            return self._settled(first, needs)
         aim = self.allowed
         for _ in range(TRIES):
             keep = largest_first(needs, self.names, aim)
             if not keep:
                 break
             found = replace(first, keep=keep)
-            peak = _peak(self._needs(found))
-            if peak <= self.allowed:
-                return Settled(found, peak, self.allowed)
-            aim -= peak - self.allowed
-        return Settled(first, _peak(needs), self.allowed)
+            kept = self._needs(found)
+            if _peak(kept) <= self.allowed:
+                return self._settled(found, kept)
+            aim -= _peak(kept) - self.allowed
+        return self._settled(first, needs)
+
+    def _settled(self, decision: Decision, needs: Sequence[Need]) -> Settled:
+        return Settled(decision, _peak(needs), self.allowed, max(need.deferred for need in needs))
 
     def _agreed(self, decision: Decision) -> tuple[Decision, list[Need]]:
         """The decision with what the rank with the largest need would compute again; and what each rank needs then."""

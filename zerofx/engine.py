@@ -227,7 +227,8 @@ class Engine:
         releases = any(isinstance(step, ReleaseAfterUse) for step in self.passes)
         keepable = [param.name for param in layout if param.dim is not None and releases]
         graph = Graph(gm, inputs, cut, records.key(gm, inputs, params, self.digest()))
-        return settle(self.config, model, graph, keepable, self.group, self.mesh.world)
+        waiting = self.layout.gradient_bytes(self.mesh.axis("dp").size) if self.accumulation.stands.deferred else 0
+        return settle(self.config, model, graph, keepable, self.group, self.mesh.world, waiting)
 
     def refuse_new_parameters(self) -> None:
         """Raises ModelError for a parameter that a module brought along which was put in after zerofx.compile."""

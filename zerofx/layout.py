@@ -107,6 +107,10 @@ class Layout:
             return param
         raise KeyError(f"the layout has no parameter {name!r}")
 
+    def gradient_bytes(self, world: int) -> int:
+        """Bytes of the whole gradients of all parameters that are trained and stored in parts."""
+        return sum(param.padded_bytes(world) for param in self.params if param.requires_grad and param.dim is not None)
+
     def of(self, names: Iterable[str]) -> Layout:
         """The layout of these parameters alone."""
         wanted = set(names)

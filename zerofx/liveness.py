@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -85,14 +85,29 @@ def halves(forward: Graph, backward: Graph) -> tuple[Life, Life]:
     return life, backward_life(backward, life, shown, placeholders(forward))
 
 
+def deferred_life(graph: Graph, life: Life) -> Life:
+    """The life of a backward if gradients were returned whole, and not reduced."""
+    reducing = {node for node in graph.nodes if (known := tag(node)) is not None and known.role == "reduce_grad"}
+    grads = {read for node in reducing for read in node.all_input_nodes} - reducing
+    until_end = {storage for grad in grads for storage in life.owners[grad.name]}
+    reduced = {storage for node in reducing for storage in life.owners[node.name]} - until_end
+    spans = {
+        storage: (first, life.length - 1 if storage in until_end else last)
+        for storage, (first, last) in life.spans.items()
+        if storage not in reduced
+    }
+    return replace(life, spans=spans, workspace={})
+
+
 def is_parameter(node: Node) -> bool:
     known = tag(node)
     return known is not None and known.role in PARAMETERS
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of a dense tensor of that size."""
-    return prod(_torch.hint(size) for size in tensor.shape) * tensor.dtype.itemsize
+    """The bytes of a dense tensor of that size; along dims that it is expanded over there is one element."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(_torch.hint(size) for size, stride in sizes if _torch.hint(stride)) * tensor.dtype.itemsize
 
 
 def _hold(life: Life, callers: Collection[Storage], inputs: Collection[str]) -> Life:

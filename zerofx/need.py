@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from zerofx.liveness import Life, halves
+from zerofx.liveness import Life, deferred_life, halves
 from zerofx.program import Program, tag
 
 
@@ -20,10 +20,12 @@ class Need:
     `levels` are the most bytes in each stretch of the step, from one place to the next at which a gathered parameter is
     released for the backward or gathered again there. `waits` has, for each such parameter, its bytes and the
     stretches, from the first up to and without the second, that it would be held through if it stayed gathered.
+    `deferred` are the most bytes if the backward reduced no gradients and returned them whole.
     """
 
     levels: tuple[int, ...]
     waits: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    deferred: int = 0
 
     @property
     def peak(self) -> int:
@@ -35,7 +37,7 @@ class Need:
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Need:
         waits = {name: (size, first, last) for name, (size, first, last) in told["waits"].items()}
-        return cls(tuple(told["levels"]), waits)
+        return cls(tuple(told["levels"]), waits, told["deferred"])
 
 
 def need_of(program: Program, steady: int) -> Need:
@@ -51,7 +53,8 @@ def need_of(program: Program, steady: int) -> Need:
     cuts = sorted({0, len(curve), *(place for _, *ends in both.values() for place in ends)})
     levels = tuple(max(curve[first:last]) for first, last in pairwise(cuts))
     waits = {name: (size, cuts.index(first), cuts.index(last)) for name, (size, first, last) in sorted(both.items())}
-    return Need(levels, waits)
+    deferred = steady + max(*forward.curve(), *deferred_life(graphs[1], backward).curve())
+    return Need(levels, waits, deferred)
 
 
 def _gathered(graph: Graph, life: Life) -> dict[str, tuple[int, int, int]]:

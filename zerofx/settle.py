@@ -36,8 +36,16 @@ class Graph:
     key: str
 
 
-def settle(config: Config, model: nn.Module, graph: Graph, keepable: Iterable[str], group: str, world: int) -> Settled:
-    """Decides what `memory` and `recompute` ask for.
+def settle(
+    config: Config,
+    model: nn.Module,
+    graph: Graph,
+    keepable: Iterable[str],
+    group: str,
+    world: int,
+    waiting: int = 0,
+) -> Settled:
+    """Decides what `memory` and `recompute` ask for; `waiting` are the bytes of the whole gradients that wait.
 
     Raises MemoryLimitError where no decision fits, and RankMismatchError where a rank does not take part.
     """
@@ -50,7 +58,7 @@ def settle(config: Config, model: nn.Module, graph: Graph, keepable: Iterable[st
             "graphs hold together is not bounded, and no parameter stays gathered; fullgraph=True names the code",
             stacklevel=2,
         )
-    predict = Remembered(config.backend, graph, steady_bytes(model))
+    predict = Remembered(config.backend, graph, steady_bytes(model) + waiting)
     exchange = _exchange(group, world)
     found = Deciding(predict, exchange, allowed, keepable if config.memory is not None else ()).settle(
         config.recompute or 0.0

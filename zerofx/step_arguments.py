@@ -185,8 +185,7 @@ def defers(accumulate: str, engine: Engine) -> bool:
     if settled is None or settled.allowed is None:
         return False
     world = engine.mesh.axis("dp").size
-    whole = sum(param.padded_bytes(world) for param in engine.layout if param.requires_grad)
-    return settled.peak + whole <= settled.allowed
+    return settled.deferred + engine.layout.gradient_bytes(world) <= settled.allowed
 
 
 def device_of(model: nn.Module) -> torch.device:
