@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from tests.fuzz.drawn import Setting
 from tests.fuzz.models import Model, Op, Spec, batch, built
-from tests.meaning import Ranks, assert_same_bits, mean, sharded
 from tests.training import difference
 from zerofx.capture import Capture
 from zerofx.config import Config
@@ -28,6 +27,7 @@ from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Level, Program, Tag, output_tags, placeholders, tag
 from zerofx.recipe import recipe
 from zerofx.simulate import scatter, simulate
+from zerofx.testing.meaning import Ranks, assert_same_bits, mean, sharded
 from zerofx.text import parse, show
 
 CPU = torch.device("cpu")

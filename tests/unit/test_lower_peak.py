@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden_files import GOLDEN, Golden
+from tests.goldens import GOLDEN
 from tests.unit.test_verify import edited, refused
 from zerofx.liveness import forward_life
 from zerofx.manager import run
 from zerofx.need import need_of
 from zerofx.program import Invariant, Program
+from zerofx.testing import Golden
 from zerofx.text import show
 from zerofx.verify import check
 

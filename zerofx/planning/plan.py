@@ -154,9 +154,7 @@ def _searched(
     model_fn: ModelFn, batch: Sequence[Any], world: int, machine: Hardware, precision: str, search: bool | Shape
 ) -> Found:
     _check(world=world)
-    shape = search
-    if not isinstance(shape, Shape):
-        shape = getattr(Shapes(model_fn, batch).model, "shape", None)
+    shape = search if isinstance(search, Shape) else getattr(Shapes(model_fn, batch).model, "shape", None)
     if not isinstance(shape, Shape):
         _refuse("search", search, "a zerofx.planning.shapes.Shape, since the model's attribute `shape` is none")
     return layouts.search(shape, world, rows_of(batch)[0] * world, machine, dtype=precision)
