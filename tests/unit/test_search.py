@@ -79,6 +79,14 @@ def test_what_does_not_fit_is_said_with_what_is_missing() -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="no layout divides 7 ranks and 5 sequences"):
         search(GPT, 7, 5, H100)
+    with pytest.raises(ValueError, match="world=8 and batch=0 are not possible: give numbers of 1 or more"):
+        search(GPT, 8, 0, H100)
+    with pytest.raises(
+        ValueError, match=r"recompute=.*some.* is not possible: give some of 'none', 'selective', 'full'"
+    ):
+        search(GPT, 8, 8, H100, recompute=("some",))
+    with pytest.raises(ValueError, match=r"stages=.*4.* is not possible: give some of 0, 1, 2, 3"):
+        search(GPT, 8, 8, H100, stages=(4,))
 
 
 def test_rows_name_what_they_say() -> None:

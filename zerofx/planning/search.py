@@ -108,6 +108,11 @@ def layouts_of(
     pipeline: Sequence[int] | None = None,
 ) -> Layouts:
     """The layouts that `search` goes through."""
+    for name, given, allowed in (("recompute", recompute, RECOMPUTE), ("stages", stages, range(4))):
+        if not given or not set(given) <= set(allowed):
+            raise ValueError(f"{name}={given!r} is not possible: give some of {', '.join(map(repr, allowed))}")
+    if world < 1 or batch < 1:
+        raise ValueError(f"world={world} and batch={batch} are not possible: give numbers of 1 or more")
     node = hardware.ranks_per_node
     slices = [t for t in tensor or _divisors(world) if world % t == 0 and shape.heads % t == 0 and t <= node]
     depths = [p for p in pipeline or _divisors(world) if world % p == 0 and shape.layers % p == 0]
