@@ -31,7 +31,6 @@ EXAMPLES = {
     "bucket_reductions": "two_weights",
     "prefetch_all_gathers": "one_ahead",
     "delay_waits": "two_weights",
-    "lower_peak": "read_first",
     "fuse_optimizer": "saved_replica",
     "use_point_to_point": "two_weights",
 }

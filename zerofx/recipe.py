@@ -13,7 +13,6 @@ from zerofx.passes.fuse_optimizer import FuseOptimizer
 from zerofx.passes.insert_all_gather import InsertAllGather
 from zerofx.passes.insert_reduce_scatter import InsertReduceScatter
 from zerofx.passes.keep_gathered import KeepGathered
-from zerofx.passes.lower_peak import LowerPeak
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.passes.prefetch_all_gathers import PrefetchAllGathers
 from zerofx.passes.release_after_use import ReleaseAfterUse
@@ -40,7 +39,6 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
         BucketReductions(size),
         PrefetchAllGathers(config.prefetch),
         DelayWaits(),
-        LowerPeak(),
         FuseOptimizer(),
         *([UsePointToPoint(size)] if "gloo" in backend else []),
     )
