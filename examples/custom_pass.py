@@ -21,7 +21,7 @@ from zerofx.edit import Replacement
 from zerofx.manager import Pass
 from zerofx.program import Invariant, Level, Program, source, tag
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 LEVELS = 127
 SCALE_BYTES = 4
 
@@ -69,12 +69,12 @@ def _pack(new: Replacement, chunk: Node) -> Node:
     value = chunk.meta["val"]
     rows = chunk if value.dim() == 2 else new.call(aten.view.default, chunk, [value.shape[0], value[0].numel()])
     if value.dtype is not torch.float32:
-        rows = new.call(aten._to_copy.default, rows, dtype=torch.float32)
+        rows = new.call(prims.convert_element_type.default, rows, torch.float32)
     largest = new.call(aten.amax.default, new.call(aten.abs.default, rows), [1], True)
     scale = new.call(aten.clamp_min.default, largest, torch.finfo(torch.float32).tiny * LEVELS)
     scale = new.call(aten.div.Tensor, scale, float(LEVELS))
     levels = new.call(aten.round.default, new.call(aten.div.Tensor, rows, scale))
-    numbers = new.call(aten._to_copy.default, levels, dtype=torch.int8)
+    numbers = new.call(prims.convert_element_type.default, levels, torch.int8)
     return new.call(aten.cat.default, [numbers, new.call(aten.view.dtype, scale, torch.int8)], 1)
 
 
@@ -84,9 +84,9 @@ def _unpack(new: Replacement, packed: Node, dtype: torch.dtype) -> Node:
     scale = new.call(aten.slice.Tensor, packed, 1, width, width + SCALE_BYTES)
     scale = new.call(aten.clone.default, scale, memory_format=torch.contiguous_format)
     scale = new.call(aten.view.dtype, scale, torch.float32)
-    rows = new.call(aten._to_copy.default, numbers, dtype=torch.float32)
+    rows = new.call(prims.convert_element_type.default, numbers, torch.float32)
     rows = new.call(aten.mul.Tensor, rows, scale)
-    return rows if dtype is torch.float32 else new.call(aten._to_copy.default, rows, dtype=dtype)
+    return rows if dtype is torch.float32 else new.call(prims.convert_element_type.default, rows, dtype)
 
 
 def quantized(order: tuple[Pass, ...]) -> tuple[Pass, ...]:

@@ -37,7 +37,6 @@ from zerofx.program import (
     tag,
 )
 from zerofx.recompute import Chosen, choose, graph_name, put
-from zerofx.reporting.measures import Measures, measures_of
 from zerofx.text import show
 from zerofx.unrepeatable import save_unrepeatable
 
@@ -69,7 +68,6 @@ class Capture:
     updated: tuple[str, ...] = ()
     origins: Origins = field(default_factory=dict)
     before_pass: Callable[[str], None] | None = None
-    measures: Measures | None = None
     name: str = ""
 
     def update_in_backward(self, names: Iterable[str]) -> None:
@@ -165,8 +163,7 @@ class Capture:
         return chosen
 
     def _localise(self, program: Program) -> None:
-        """Makes the program that of this rank, after it was measured."""
-        self.measures = measures_of(program)
+        """Makes the program that of this rank."""
         place = self.mesh.coordinate(self.rank, "dp")
         sizes = {param.name: param.local_size(self.mesh.axis("dp").size, place) for param in program.layout}
         for graph in program.graphs.values():

@@ -21,7 +21,6 @@ from zerofx import _torch
 from zerofx.capture import Capture
 from zerofx.manager import Step
 from zerofx.origins import origins_of
-from zerofx.reporting.measures import measures_from, measures_told
 
 
 @functools.cache
@@ -76,8 +75,7 @@ def save_forecasts(name: str, told: dict[str, Any]) -> None:
 def save(name: str, capture: Capture) -> None:
     """Writes the steps; a record that cannot be written is only missed by a later process."""
     steps = [asdict(step) for step in capture.steps]
-    measures = None if capture.measures is None else measures_told(capture.measures)
-    _write(name, {"kind": capture.kind, "steps": steps, "origins": capture.origins, "measures": measures})
+    _write(name, {"kind": capture.kind, "steps": steps, "origins": capture.origins})
 
 
 def _write(name: str, told: dict[str, Any]) -> None:
@@ -116,7 +114,6 @@ def load(name: str, capture: Capture) -> bool:
     capture.kind = told["kind"]
     capture.steps = [Step(**step) for step in told["steps"]]
     capture.origins = origins_of(told["origins"])
-    capture.measures = None if told["measures"] is None else measures_from(told["measures"])
     return True
 
 

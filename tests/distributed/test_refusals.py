@@ -157,7 +157,7 @@ REFUSALS = [
     Refusal("stage_function", Net, always(stage=lambda module: 3), ("given a function", "stages per module")),
     Refusal("reshard", Net, always(reshard_after_forward=False), ("ConfigError", "False is stage=2")),
     Refusal("offload", Net, always(offload_policy=None), ("offload_policy=...", "offload, which zerofx does not have")),
-    Refusal("deepspeed", Net, always(config="ds.json"), ("DeepSpeed's configuration", "stage=3")),
+    Refusal("deepspeed", Net, always(config="ds.json"), ("DeepSpeed's configuration", "zerofx.from_deepspeed")),
     Refusal("unknown", Net, always(bucket_size=1), ("no argument 'bucket_size'", "the closest one is 'bucket_mb'")),
     Refusal("unknown_last", Net, only_last(stge=1), ("failed on rank 1", "'stge'"), ("ConfigError", "'stage'")),
     Refusal("module_last", net_or_list, none, ("failed on rank 1", "not list"), ("ModelError", "not list")),

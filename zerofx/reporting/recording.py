@@ -68,7 +68,7 @@ class RankRecord:
 
 def graph_record(index: int, capture: Any) -> GraphRecord:
     """The record of a `Capture` whose passes have run."""
-    measures = capture.measures or measures_of_text(capture.steps[-1].text)
+    measures = measures_of_text(capture.steps[-1].text)
     blocks = tuple(map(dict, capture.blocks))
     return GraphRecord(index, capture.kind, tuple(capture.steps), capture.origins, blocks, measures, capture.name)
 
