@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerofx.config import REDUCE_DTYPES, Config
+from zerofx.config import REDUCE_DTYPES, Config, ConfigError
 from zerofx.manager import Pass, validate
 from zerofx.passes.bucket_all_gathers import BucketAllGathers
 from zerofx.passes.bucket_reductions import BucketReductions
@@ -45,9 +45,21 @@ def recipe(config: Config, backend: str = "gloo") -> tuple[Pass, ...]:
 
 
 def passes_of(config: Config, backend: str) -> tuple[Pass, ...]:
-    """What the user's `passes` make of the default ones. Raises PassOrderError where they cannot run in that order."""
+    """What the user's `passes` make of the default ones.
+
+    Raises ConfigError for what is no pass, and PassOrderError where they cannot run in that order.
+    """
     order = recipe(config, backend)
     if config.passes is not None:
-        order = tuple(config.passes(order))
+        order = _asked_for(config.passes(order))
     validate(order)
     return order
+
+
+def _asked_for(made: object) -> tuple[Pass, ...]:
+    if not isinstance(made, (tuple, list)):
+        raise ConfigError(f"zerofx.compile(passes=...) returned {made!r}: return the tuple of passes to run")
+    for each in made:
+        if isinstance(each, type) or not hasattr(each, "level"):
+            raise ConfigError(f"zerofx.compile(passes=...) returned {each!r}, which is no pass: make an instance")
+    return tuple(made)

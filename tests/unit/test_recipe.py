@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.goldens import CASES, GOLDEN
 from zerofx import passes
-from zerofx.config import STAGES, Config
+from zerofx.config import STAGES, Config, ConfigError
 from zerofx.manager import validate
+from zerofx.passes.release_after_use import ReleaseAfterUse
 from zerofx.program import Level
-from zerofx.recipe import recipe
+from zerofx.recipe import passes_of, recipe
 
 BEFORE_SHARDING = "split_stages"
 """What cuts a whole forward, of which no program has been made yet; see tests/unit/test_split_stages.py."""
@@ -81,3 +83,9 @@ def test_a_pass_has_the_name_of_its_file(file: str) -> None:
 def test_every_pass_has_golden_cases_under_its_name() -> None:
     assert sorted(path.name for path in GOLDEN.iterdir()) == FILES
     assert {path.parent.name for path in CASES} == set(FILES)
+
+
+@pytest.mark.parametrize("made", [None, (ReleaseAfterUse,), (3,)])
+def test_what_is_no_tuple_of_passes_is_refused(made: Any) -> None:
+    with pytest.raises(ConfigError, match="passes"):
+        passes_of(Config(passes=lambda order: made), "gloo")
