@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed, settings
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 
 from tests.fuzz import drawn, ranks
+from tests.fuzz.drawn import EXAMPLES
 from tests.fuzz.simulated import check
 from tests.pool import Pool
 
@@ -46,14 +47,7 @@ def fuzz(count: int, number: int, one: Callable[..., None], console: Console, **
     meter = Meter(count, console)
 
     @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-        report_multiple_bugs=False,
-    )
+    @settings(EXAMPLES, max_examples=count)
     @given(**strategies)
     def test(**example: Any) -> None:
         try:

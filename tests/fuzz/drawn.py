@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import hypothesis
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from tests.fuzz.models import Op, Param, Spec, width_of
@@ -31,6 +33,14 @@ NEEDS: dict[str, Any] = {
 """The shapes of the parameters that each kind reads, on a value of width w, with another width v."""
 DTYPES = ("float32", "float32", "float32", "bfloat16", "float64")
 widths = st.integers(1, 9)
+EXAMPLES = hypothesis.settings(
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
+)
+"""How examples are drawn, however many: none is kept, and the smallest that fails is shown."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 
 from tests.fuzz import drawn, ranks, simulated
 from tests.fuzz.drawn import Setting, Training
@@ -13,14 +13,7 @@ from tests.fuzz.found import FOUND
 from tests.fuzz.models import Spec
 from tests.pool import Pool
 
-ALWAYS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate, Phase.shrink),
-    report_multiple_bugs=False,
-)
+ALWAYS = settings(drawn.EXAMPLES, derandomize=True)
 
 
 @settings(ALWAYS, max_examples=30)
