@@ -93,6 +93,7 @@ def on_ranks(count: int, number: int, console: Console) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--examples", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=0, help="how many examples more to train on real ranks")
     parser.add_argument(
         "--seed", type=int, help="default: another one each time; the same seed draws the same examples"
     )
