@@ -43,6 +43,7 @@ def reset() -> None:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
+    gc.freeze()  # what is left are modules and caches: no later collection goes through them again
     torch.manual_seed(0)
     random.seed(0)
 
