@@ -81,6 +81,7 @@ def check(pool: Pool, name: str, stage: int, backend: str) -> None:
         assert difference(losses, torch.tensor(expected.losses)) < RTOL
 
 
+QUICK_PRECISIONS = {("gpt2", "bf16"), ("t5", "bf16"), ("lora_llama", "bf16"), ("resnet", "bf16"), ("vit", "fp16")}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,8 +117,14 @@ def test_interpreted_architectures_train_as_in_one_process(
     check(pool(world), name, stage, "interpreter")
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=[pytest.mark.full])])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=[] if (name, precision) in QUICK_PRECISIONS else [pytest.mark.full])
+        for name in ARCHITECTURES
+        for precision in PRECISIONS
+    ],
+)
 def test_gradients_are_within_the_rounding_of_eager_autocast(
     pool: Callable[[int], Pool], name: str, precision: str
 ) -> None:

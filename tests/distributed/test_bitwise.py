@@ -12,7 +12,13 @@ from tests.models import gpt, gpt2, mlp_odd, resnet
 from tests.pool import Pool
 
 BUILDERS = (mlp_odd, gpt, gpt2, resnet)
-QUICK = {*((builder, stage, NONE) for builder in BUILDERS for stage in (0, 3)), (gpt2, 3, SOME), (resnet, 3, DEFAULT)}
+QUICK = {
+    *((builder, 3, NONE) for builder in BUILDERS),
+    (mlp_odd, 0, NONE),
+    (gpt, 0, NONE),
+    (gpt2, 3, SOME),
+    (resnet, 3, DEFAULT),
+}
 CASES = [
     pytest.param(
         *case,

@@ -253,7 +253,7 @@ def test_a_sliced_model_trains_as_one_process_does(
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("build", [of_mpu, of_dtensors_sequence])
+@pytest.mark.parametrize("build", [of_mpu, pytest.param(of_dtensors_sequence, marks=pytest.mark.full)])
 def test_a_sliced_model_on_inductor_trains_as_one_process_does(
     pool: Callable[[int], Pool], build: Callable[[], Built]
 ) -> None:

@@ -61,7 +61,7 @@ def counts_by_size(builder: Builder) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("builder", [mlp_odd, gpt, gpt2])
+@pytest.mark.parametrize("builder", [mlp_odd, gpt, pytest.param(gpt2, marks=pytest.mark.full)])
 def test_a_changing_batch_size_costs_one_more_graph(pool: Callable[[int], Pool], builder: Builder) -> None:
     if builder is gpt2:
         pytest.importorskip("transformers")
