@@ -38,6 +38,7 @@ from zerofx.running import RUNNING
 from zerofx.settle import Graph, settle
 from zerofx.swap import READS, stand_ins
 from zerofx.sync import give_methods
+from zerofx.unsupported import explained
 from zerofx.updates import Updates
 from zerofx.watch import follow
 from zerofx.writes import lent_outputs, refuse_writes
@@ -326,6 +327,8 @@ class CompiledCall:
             known = isinstance(error, (LostWriteError, MemoryLimitError, ModelError, RankMismatchError))
             if known or is_of_pass(error):
                 raise error from None
+            if told := explained(error):
+                raise ModelError(told) from error
             raise
         if eager_reads and before is not None:
             engine.warned = True

@@ -96,6 +96,8 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     if name == "__set__" and isinstance(args[0], COPIES):
         return func is not GRAD_SETTER
+    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
+        return any(isinstance(t, COPIES) for t in args[:2])
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
     if not in_place and kwargs.get("inplace") is not True:
         return False

@@ -55,6 +55,9 @@ WRITES: dict[str, tuple[Write, str]] = {
     "inplace": (lambda m: F.relu(m.a.weight.detach(), inplace=True), "a.weight"),
     "inplace_place": (lambda m: F.relu(m.a.weight.detach(), True), "a.weight"),
     "set_data": (lambda m: setattr(m.a.weight, "data", torch.ones(13, 7)), "a.weight"),
+    "packet": (lambda m: torch.ops.aten.mul_(m.a.weight.detach(), 2.0), "a.weight"),
+    "renorm": (lambda m: F.embedding(torch.tensor([0]), m.a.weight, None, 0.1), "a.weight"),
+    "renorm_of_bags": (lambda m: F.embedding_bag(torch.tensor([[0]]), m.a.weight, max_norm=0.1), "a.weight"),
     "outside": (lambda m: add_outside(m.a.weight.detach()), "a.weight"),
 }
 LEAVING = ("data_operator", "set_data", "outside")

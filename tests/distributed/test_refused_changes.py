@@ -13,6 +13,7 @@ import torch.nn.utils.parametrizations as parametrizations
 from torch.nn.utils import prune
 
 from tests.distributed.ranks import Net, has, message, on_ranks, same, sharded, square, whole
+from zerofx.config import ModelError
 
 COPY = ("gathered copy of a sharded parameter", "model.named_parameters()", "zerofx.full_params")
 Change = Callable[[Any], Any]
@@ -28,6 +29,7 @@ WRITES: dict[str, Change] = {
     "chunk": lambda m: m.a.weight.chunk(2)[1].copy_(torch.zeros(6, 7)),
     "out": lambda m: torch.add(m.a.weight, 1, out=m.a.weight),
     "out_tuple": lambda m: torch.max(m.a.weight, 0, out=(m.a.bias[:7], torch.empty(7, dtype=torch.long))),
+    "renorm": lambda m: torch.nn.functional.embedding(torch.tensor([0]), m.a.weight, max_norm=0.1),
     "foreach": lambda m: torch._foreach_zero_([m.a.weight.detach(), m.a.bias.detach()]),
     "function": lambda m: torch.nn.functional.relu(m.a.weight, inplace=True),
     "init": lambda m: nn.init.kaiming_uniform_(m.a.weight),
@@ -107,6 +109,22 @@ def test_modules_put_in_after_compile_are_refused_when_called(backend: str) -> N
     square(model, 0).backward()
     model.b = copy.deepcopy(kept)
     square(model, 0).backward()
+
+
+class Decayed(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum() + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class Branching(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: -self.a(y), (x,))
+
+
+@on_ranks(2)
+def test_forwards_that_compute_with_stored_parts_are_refused() -> None:
+    has(message(lambda: square(sharded(Decayed()), 0), ModelError), ["self.parameters()", "as attributes"])
+    has(message(lambda: square(sharded(Branching()), 0), ModelError), ["torch.cond", "torch.where"])
 
 
 @on_ranks(2)
