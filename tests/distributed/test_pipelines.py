@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -117,8 +117,8 @@ def keep_grads(into: State, model: nn.Module) -> Callable[..., None]:
     return hook
 
 
-def train_rank(setting: Setting, make_optimizer: MakeOptimizer) -> Trained:
-    """One rank's training; it has drawn other random numbers than the others before."""
+def train_rank(setting: Setting, makers: tuple[MakeOptimizer, ...]) -> list[Trained]:
+    """One rank's training, once with each optimizer; it has drawn other random numbers than the others before."""
     torch.manual_seed(dist.get_rank())
     model, kind = make(setting.model), MODELS[setting.model][1]
     torch.manual_seed(dist.get_rank())
@@ -132,6 +132,16 @@ def train_rank(setting: Setting, make_optimizer: MakeOptimizer) -> Trained:
         pipeline=setting.pipeline,
         example_inputs=kind.example(x[:2], y[:2]),
     )
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    made = list[Trained]()
+    for make_optimizer in makers:
+        model.load_state_dict(start)
+        made.append(train_model(setting, model, make_optimizer, replicas))
+    return made
+
+
+def train_model(setting: Setting, model: nn.Module, make_optimizer: MakeOptimizer, replicas: int) -> Trained:
+    kind = MODELS[setting.model][1]
     optimizer, grads, results = make_optimizer(model.parameters()), State(), []
     optimizer.register_step_pre_hook(keep_grads(grads, model))
     step, evaluate = zerofx.train_step(model, kind.loss, optimizer, clip=CLIP), zerofx.eval_step(model, kind.loss)
@@ -178,9 +188,15 @@ def reference(name: str, count: int, rows: int, replicas: int, make_optimizer: M
     return Trained({n: full(v) for n, v in model.state_dict().items()}, grads, results, evaluated)
 
 
-def check(pool: Callable[[int], Pool], world: int, setting: Setting, make_optimizer: MakeOptimizer) -> list[Trained]:
+def check(pool: Callable[[int], Pool], world: int, setting: Setting, *makers: MakeOptimizer) -> list[Trained]:
     """Trains on all ranks and compares what each of them has; together they have all there is."""
-    ranks = pool(world).run(train_rank, setting, make_optimizer, timeout=300)
+    trained = list(zip(*pool(world).run(train_rank, setting, makers, timeout=300), strict=True))
+    for ranks, make_optimizer in zip(trained, makers, strict=True):
+        compare_ranks(ranks, world, setting, make_optimizer)
+    return list(trained[-1])
+
+
+def compare_ranks(ranks: Iterable[Trained], world: int, setting: Setting, make_optimizer: MakeOptimizer) -> None:
     replicas = world // setting.pipeline.ranks
     expected = reference(setting.model, setting.pipeline.microbatches, setting.rows, replicas, make_optimizer)
     for each in ranks:
@@ -190,7 +206,6 @@ def check(pool: Callable[[int], Pool], world: int, setting: Setting, make_optimi
         assert each.results == [pytest.approx(result, rel=1e-5) for result in expected.results]
         assert each.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
     assert set().union(*(each.state for each in ranks)) == set(expected.state)
-    return ranks
 
 
 def pipeline(schedule: str, ranks: int, parts: int) -> zerofx.Pipeline:
@@ -210,15 +225,19 @@ def test_four_ranks_train_as_one_process(pool: Callable[[int], Pool], schedule: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "parts"), [(2, 4), (2, 8), (4, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "parts", "schedule"),
+    [
+        (ranks, parts, schedule)
+        for ranks, parts in ((2, 4), (2, 8), (4, 4), (4, 8))
+        for schedule in SCHEDULES
+        if (ranks, parts, schedule) != (4, 4, "dualpipev")  # it needs as many micro-batches as stages
+    ],
+)
 def test_every_schedule_trains_over_every_number_of_ranks(
-    pool: Callable[[int], Pool], schedule: str, ranks: int, parts: int, make_optimizer: MakeOptimizer
+    pool: Callable[[int], Pool], schedule: str, ranks: int, parts: int
 ) -> None:
-    if schedule == "dualpipev" and parts < 2 * ranks:
-        pytest.skip("it needs as many micro-batches as stages")
-    check(pool, ranks, Setting("deep_unet", pipeline(schedule, ranks, parts), rows=2 * parts), make_optimizer)
+    check(pool, ranks, Setting("deep_unet", pipeline(schedule, ranks, parts), rows=2 * parts), sgd, adamw)
 
 
 @pytest.mark.parametrize("name", ["tied", "gpt2", "llama", "in_place"])
