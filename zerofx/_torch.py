@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
 F = TypeVar("F", bound=Callable[..., Any])
 OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
 TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
 
 

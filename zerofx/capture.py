@@ -38,7 +38,7 @@ from zerofx.program import (
 )
 from zerofx.recompute import Chosen, choose, graph_name, put
 from zerofx.text import show
-from zerofx.unrepeatable import save_unrepeatable
+from zerofx.unrepeatable import describe_states, save_unrepeatable
 
 aten, zerofx = torch.ops.aten, torch.ops.zerofx
 MARKERS = {zerofx.unshard.default, zerofx.unshard_apart.default, zerofx.reduce_grad.default}
@@ -134,6 +134,8 @@ class Capture:
         self.chosen = self._choose(joint, inputs, **kwargs)
         with nullcontext() if self.chosen is None else _torch.activation_budget(1.0):
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        describe_states(forward.graph)
+        describe_states(backward.graph)
         _put_objects_last(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
         program.graphs = {"forward": forward.graph, "backward": backward.graph}
         _tag_halves(program, output_tags(joint.graph), kwargs["num_fwd_outputs"])

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from zerofx._torch import FakeRun, OpOverload, argument_index
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
-from zerofx.program import HandedThrough, Level, Program
+from zerofx.program import GeneratorOn, HandedThrough, Level, Program
 from zerofx.read import Reader, TextError, items, split_tag
 from zerofx.show import DTYPES, GROUPED, contiguous_stride, show_type
 
@@ -222,6 +222,8 @@ class _GraphReader(Reader):
             case ast.Attribute(ast.Name("layout" | "memory_format" as kind), name):
                 found = getattr(torch, name, None)
                 return found if isinstance(found, getattr(torch, kind)) else self.fail(expr, f"no {kind} {name!r}")
+            case ast.Attribute():
+                return self.target(expr)
             case ast.Call(ast.Name(name), args, []):
                 return self.made(name, [self.value(arg) for arg in args], expr)
         self.fail(expr, f"{ast.unparse(expr)} isn't an argument that the text form has")
@@ -243,11 +245,21 @@ class _GraphReader(Reader):
                 return None
             case ast.Name("object"):
                 return HandedThrough()
+            case ast.Name("generator"):
+                return GeneratorOn(torch.device("cpu"))
+            case ast.Attribute(ast.Name(device), "generator"):
+                return self.generator(device, kind)
             case ast.Call(ast.Subscript() as tensor, strides, []):
                 return self.tensor(tensor, strides)
             case ast.Subscript():
                 return self.tensor(kind, None)
         self.fail(kind, f"{ast.unparse(kind)} isn't a type that an input can have")
+
+    def generator(self, device: str, where: ast.expr) -> GeneratorOn:
+        try:
+            return GeneratorOn(torch.device(device))
+        except RuntimeError as error:
+            self.fail(where, f"no device {device!r}", error)
 
     def tensor(self, kind: ast.Subscript, strides: list[ast.expr] | None) -> torch.Tensor:
         match kind.value:

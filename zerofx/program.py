@@ -56,6 +56,13 @@ class HandedThrough:
     """The value of an input that a graph only hands through, such as a DTensor's mesh."""
 
 
+@dataclass(frozen=True)
+class GeneratorOn:
+    """The value of an input that is the state of a generator of random numbers, of a device that need not be there."""
+
+    device: torch.device
+
+
 def tag(node: Node) -> Tag | None:
     """The tag of a node, or None. Output nodes have `output_tags` instead."""
     return None if node.op == "output" else cast("Tag | None", node.meta.get("zerofx"))

@@ -15,7 +15,7 @@ from zerofx._torch import OpOverload
 from zerofx.layout import ParamLayout, PerRank
 from zerofx.mesh import Mesh
 from zerofx.program import Tag
-from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, POLICIES, allowed
+from zerofx.show import COLLECTIVES, DTYPES, FUNCTIONS, POLICIES, allowed, higher_order
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "rows": lambda size, parts: PerRank("rows", size, parts),
@@ -102,6 +102,8 @@ class Reader:
         match dotted.removeprefix("torch.ops.").split("."):
             case [module, name] if module in FUNCTIONS and allowed(module, name):
                 found = getattr(FUNCTIONS[module], name, None)
+            case ["higher_order", name]:
+                found = higher_order(name)
             case [namespace, name, overload]:
                 lowered = namespace == "c10d" and not dotted.startswith("torch.ops.")
                 packet = getattr(getattr(torch.ops, COLLECTIVES if lowered else namespace), name, None)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zerofx._torch import OpOverload, argument_index, expression, is_handed_object, symbol_hints
+from zerofx._torch import HigherOrderOperator, OpOverload, argument_index, expression, is_handed_object, symbol_hints
 from zerofx.layout import Layout, ParamLayout, PerRank
 from zerofx.mesh import Mesh
 from zerofx.program import (
+    GeneratorOn,
     HandedThrough,
     Program,
     Tag,
@@ -104,6 +105,8 @@ def show_type(value: Any) -> str:
         return f"sym({_show_symbolic(value)})"
     if isinstance(value, (bool, int, float)):
         return f"{type(value).__name__}({_show_value(value)})"
+    if isinstance(value, (torch.Generator, GeneratorOn)):
+        return _on_device(value.device.type, "generator")
     if isinstance(value, HandedThrough) or is_handed_object(value):
         return "object"
     return _opaque(value)
@@ -186,10 +189,18 @@ def _show_target(target: Any) -> str:
         namespace, rest = str(target).split(".", 1)
         return f"{ {COLLECTIVES: 'c10d', 'c10d': 'torch.ops.c10d'}.get(namespace, namespace) }.{rest}"
     name = getattr(target, "__name__", "")
+    if isinstance(target, HigherOrderOperator) and higher_order(name) is target:
+        return f"higher_order.{name}"
     for label, module in FUNCTIONS.items():
         if allowed(label, name) and getattr(module, name, None) is target:
             return f"{label}.{name}"
     return _opaque(target)
+
+
+def higher_order(name: str) -> HigherOrderOperator | None:
+    """The higher-order operator of that name in torch, which is called with an op and the op's arguments."""
+    found = getattr(torch.ops.higher_order, name, None)
+    return found if isinstance(found, HigherOrderOperator) else None
 
 
 def allowed(module: str, name: str) -> bool:
@@ -235,6 +246,8 @@ def _show_constant(value: Any) -> str:
         return f"slice({', '.join(map(_show_value, (value.start, value.stop, value.step)))})"
     if isinstance(value, complex):
         return f"complex({_show_value(value.real)}, {_show_value(value.imag)})"
+    if isinstance(value, (OpOverload, HigherOrderOperator)):
+        return _show_target(value)
     return _opaque(value)
 
 
@@ -253,9 +266,12 @@ def _opaque(value: Any) -> str:
 def _show_tensor(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"opaque({f'{tensor.layout} tensor'!r})"
-    device = tensor.device.type
     shape, stride = tuple(map(_expression, tensor.shape)), tuple(map(_expression, tensor.stride()))
-    return ("" if device == "cpu" else f"{device}.") + _show_strided(tensor.dtype, shape, stride)
+    return _on_device(tensor.device.type, _show_strided(tensor.dtype, shape, stride))
+
+
+def _on_device(device: str, written: str) -> str:
+    return written if device == "cpu" else f"{device}.{written}"
 
 
 @lru_cache(maxsize=65536)

@@ -16,9 +16,13 @@
 - An input that is a symbol carries its value: `x: sym(s77, 5)`, or `s77: sym(5)` where the names agree. Symbols that
   no input stands for are listed before the graph: `symbols(s27=3)`.
 - Groups are written as the names of the mesh's axes, and `c10d` stands for `torch.ops._c10d_functional`.
+- `higher_order` stands for `torch.ops.higher_order`, whose operators are called with an op, as in
+  `higher_order.run_with_rng_state(state, aten.native_dropout.default, x, 0.5, True)`.
 - A node whose `meta` has no value, such as an assertion, is `untyped`.
+- A `generator` is an input that is the state of a generator of random numbers (`cuda.generator`).
 - An `object` is an input that is only handed through, such as a DTensor's mesh.
-- `opaque('...')` stands for what the text has no form for; it can be shown but not parsed.
+- `opaque('...')` stands for what the text has no form for, such as the graph of a branch of `torch.cond`; it can be
+  shown but not parsed.
 
 `Program.holds` isn't in the text, and its level follows from the graphs: see `parse`.
 """

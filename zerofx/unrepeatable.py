@@ -8,10 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from zerofx import _torch
-from zerofx.edit import fake_mode
+from zerofx.edit import fake_mode, fake_result, like_size
 from zerofx.program import mark_saved, output_node, placeholders
 
-aten = torch.ops.aten
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
 
 def save_unrepeatable(graph: Graph) -> None:
@@ -26,6 +26,25 @@ def save_unrepeatable(graph: Graph) -> None:
             mark_saved(node)
     for node in _overwritten(graph):
         _read_copy(graph, node)
+
+
+def describe_states(graph: Graph) -> None:
+    """Describes what the partition puts around random numbers in checkpointed regions, to draw the same ones again.
+
+    It leaves these ops without a value, and calls the fixed size of a generator's state a symbol.
+    """
+    with fake_mode(graph):
+        for node in graph.find_nodes(op="call_function", target=higher_order.run_with_rng_state):
+            state = node.args[0]
+            state.meta["val"] = like_size(state.meta["val"], (_torch.hint(state.meta["val"].shape[0]),))
+            node.meta["val"] = fake_result(node)
+        for node in graph.find_nodes(op="call_function", target=higher_order.graphsafe_run_with_rng_state):
+            node.meta["val"] = fake_result(node)
+        for node in graph.find_nodes(op="call_function", target=higher_order.run_and_save_rng_state):
+            state, drawn = fake_result(node)
+            node.meta["val"] = (like_size(state, tuple(state.shape)), drawn)
+            for part in node.users:
+                part.meta["val"] = node.meta["val"][part.args[1]]
 
 
 def _is_random(node: Node) -> bool:

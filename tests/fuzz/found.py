@@ -24,4 +24,14 @@ FOUND: dict[str, tuple[Spec, Setting]] = {
         ),
         Setting(stage=2, bucket=1, reduce_dtype="bf16", backend="nccl"),
     ),
+    "the text did not read back where a checkpointed region drops out": (
+        Spec(
+            width=4,
+            rows=2,
+            params=(Param((3, 4)), Param((2, 3))),
+            ops=(Op("checkpoint", (0,), (), (Op("linear", (0,), (0,)), Op("dropout", (0,)))), Op("linear", (1,), (1,))),
+            loss=(2,),
+        ),
+        Setting(recompute=1.0),
+    ),
 }

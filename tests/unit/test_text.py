@@ -18,6 +18,8 @@ from zerofx.mesh import Axis, Mesh
 from zerofx.program import Level, Program, Tag, output_tags, outputs, placeholders, tag
 from zerofx.text import TextError, parse, show
 
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
+
 SHARDED = """\
 mesh(dp=2)
 param('fc.weight', f32[13, 7], dim=0)
@@ -66,9 +68,32 @@ def inference(x: f32[4, 8], n: int(3), flag: bool(True), rate: float(0.5), gone:
     return [getitem, n]
 """
 
+RANDOM = """\
+mesh(dp=2)
+
+def forward(x: f32[4, 8], on_gpu: cuda.f32[4], cuda_state: cuda.generator):
+    kept: (u8[5056], f32[4, 8]) = higher_order.run_and_save_rng_state(aten.bernoulli.p, x, 0.5)
+    getitem: u8[5056] = operator.getitem(kept, 0)
+    noise: cuda.f32[4] = higher_order.graphsafe_run_with_rng_state(aten.bernoulli.p, on_gpu, 0.5, rng_state=cuda_state)
+    return [x @ saved, getitem @ saved, noise @ out]
+
+def backward(x: f32[4, 8], getitem: u8[5056], tangent: f32[4] @ tangent, state: generator):
+    again: (f32[4, 8], bool[4, 8]) = higher_order.run_with_rng_state(getitem, aten.native_dropout.default, x, 0.5, True)
+    return [again]
+"""
+
 
 def test_a_sharded_program_reads_back_to_the_same_text() -> None:
     assert show(parse(SHARDED)) == SHARDED
+
+
+def test_what_draws_random_numbers_again_reads_back_with_its_op_and_its_state() -> None:
+    program = parse(RANDOM)
+    assert show(program) == RANDOM
+    kept, _, noise, _ = (node for node in program.graphs["forward"].nodes if node.op != "placeholder")
+    assert (kept.target, kept.args[0]) == (higher_order.run_and_save_rng_state, aten.bernoulli.p)
+    assert noise.target is higher_order.graphsafe_run_with_rng_state
+    assert noise.kwargs["rng_state"].meta["val"].device.type == "cuda"
 
 
 def test_parse_gives_layout_tags_and_per_rank_ints() -> None:
@@ -290,7 +315,7 @@ def test_symbols_that_are_found_equal_later_read_back() -> None:
     assert show(parse(text)) == text
 
 
-def test_subgraphs_and_higher_order_ops_are_shown_but_not_read() -> None:
+def test_graphs_inside_an_op_are_shown_but_not_read() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
 
