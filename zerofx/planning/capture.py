@@ -92,7 +92,14 @@ class Shapes:
                 return self._traced(asked, fewer).deeper(self._traced(asked, more), blocks - fewer)
             except DepthError:
                 continue
+            except Exception:  # a forward may need all of its blocks; if the fault is another one, the whole has it too
+                self.uncut()
+                break
         return self._traced(asked, blocks)
+
+    def uncut(self) -> None:
+        """Takes the model as a whole from here on."""
+        self.repeats, self.blocks = None, 0
 
     def program(self, asked: Asked, blocks: int) -> Program:
         """The program of a model with that many of its blocks."""
