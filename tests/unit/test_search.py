@@ -104,7 +104,7 @@ def test_any_model_is_searched_and_its_layouts_are_as_a_plan_of_each(name: str, 
     model, batch = MODELS[name].model, MODELS[name].batch()
     found = zerofx.plan(model, batch, world=4, search=True, precision="fp32", hardware="cpu")
     layouts = found.forecast.layouts
-    assert (layouts.pp.max() > 1) is cut  # the images' forward needs all of its layers
+    assert bool(layouts.recompute.any()) is cut  # the images' forward needs all of its layers
     for stage, count in ((1, 2), (3, 4)):
         (place, *_) = np.flatnonzero(
             (layouts.dp == 4) & (layouts.stage == stage) & (layouts.microbatches == count) & (layouts.recompute == 0)

@@ -223,7 +223,7 @@ def _time(graph: Graph) -> Track:
         last = max(place[node] for node in (step.nodes if isinstance(step, Kernel) else [step])) + 1
         more, covered = max(0, last - covered), max(covered, last)
         if isinstance(step, Kernel):
-            keys.append(("kernel", "", str(step.dtype), step.name, step.flops, step.nbytes))
+            keys.append(("kernel", step.op, str(step.dtype), step.name, step.flops, step.nbytes))
             rows.append((step.flops, step.nbytes, 0, more))
             continue
         known = tag(step)

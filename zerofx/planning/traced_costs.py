@@ -119,7 +119,7 @@ def forecast(
     total, exposed, sent = _data(layouts, hardware, held, weights.narrow, bucket, (forward, backward))
     message = networks.send_seconds(hardware, taken.crossing / layouts.tp, layouts.dp * layouts.tp)
     bubble = _bubble(layouts, pace) + np.where(alone, 0, 2 * (layouts.pp - 1) * message)
-    update = rates.kernel_seconds(hardware, 0.0, (UPDATE + 1) * _part(layouts, held), "fp32")
+    update = rates.update_seconds(hardware, (UPDATE + 1) * _part(layouts, held))
     exchanged = k * depth * taken.exchanged
     busy = k * pace
     ways = sum(count * networks.ring_bytes(kind, taken.crossing, layouts.tp) for kind, count in EXCHANGES)
