@@ -15,6 +15,7 @@ from zerofx.manager import Pass
 from zerofx.manifest import CheckpointError
 from zerofx.planning import command as plan_command
 from zerofx.planning.measured import measured, write
+from zerofx.planning.report import PlanError, read_plan
 from zerofx.recipe import recipe
 from zerofx.reporting.html import write_report
 from zerofx.reporting.recording import RecordError, read_ranks
@@ -66,6 +67,7 @@ def main() -> None:
     plan_command.add_arguments(commands.add_parser("plan", help="foresee memory, traffic and time on a cluster"))
     report = commands.add_parser("report", help="write a recorded run as one HTML file")
     report.add_argument("run", type=Path, help="the folder given as zerofx.compile(..., record=...)")
+    report.add_argument("--plan", type=Path, help="a plan to compare with, as `plan --json` writes it")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"))
     show = commands.add_parser("inspect", help="print a recorded run: passes, programs, collectives, memory")
     show.add_argument("run", type=Path, help="the folder given as zerofx.compile(..., record=...)")
@@ -83,11 +85,12 @@ def main() -> None:
         elif command == "import":
             print(f"{import_weights(arguments.source, arguments.checkpoint)} tensors in {arguments.checkpoint}")
         elif command == "report":
-            print(write_report(arguments.output, read_ranks(arguments.run)))
+            plan = None if arguments.plan is None else read_plan(arguments.plan)
+            print(write_report(arguments.output, read_ranks(arguments.run), plan))
         elif command == "inspect":
             wanted = {name: getattr(arguments, name) for name in ("step", "diff", "collectives", "memory")}
             show_run(arguments.run, arguments.rank, arguments.graph, wanted)
-    except (CheckpointError, RecordError, OSError) as error:
+    except (CheckpointError, RecordError, PlanError, OSError) as error:
         parser.exit(1, f"{error}\n")
     if command in ("export", "import", "report", "inspect"):
         return

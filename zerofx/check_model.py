@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from zerofx._torch import local_tensor
 from zerofx.blocks import has_blocks
 from zerofx.config import ConfigError, ModelError
 from zerofx.layout import ParamLayout
 from zerofx.parallel import Mesh
 from zerofx.shard import Owner
-from zerofx.stored import own_slice
 from zerofx.tensor_parallel import Slices, is_sequence_parallel
 from zerofx.unsupported import WRAPPERS, wrapper_of
 
@@ -69,7 +70,7 @@ def find_owners(model: nn.Module, ignored: list[nn.Parameter], ranks: Mesh | Non
             if id(param) not in owners:
                 _refuse_parameter(full, param)
                 sliced = slices.sliced(full, param)
-                size = tuple(own_slice(param).shape)
+                size = tuple(local_tensor(param).shape if isinstance(param, DTensor) else param.shape)
                 owner = Owner(param, ParamLayout(full, size, param.dtype, None, param.requires_grad), sliced=sliced)
                 if ranks is not None:
                     owner.storage = slices.storage(param, sliced)

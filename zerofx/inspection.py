@@ -17,6 +17,7 @@ from torch import nn
 from zerofx.draw import draw_svg
 from zerofx.engine import Engine
 from zerofx.manager import Step
+from zerofx.planning.report import Plan
 from zerofx.reporting.html import write_report
 from zerofx.reporting.recorder import rank_record
 from zerofx.reporting.recording import RankRecord, write_rank
@@ -124,12 +125,14 @@ class Inspection:
         """Draws the program after a step as an SVG file; needs pydot and graphviz."""
         draw_svg(read(self.graphs[graph].step(step).text), Path(path))
 
-    def report(self, path: str | Path) -> Path:
+    def report(self, path: str | Path, plan: Plan | None = None) -> Path:
         """Writes one HTML file that shows all of it in a browser, without a network; returns its path.
+
+        With a `zerofx.Plan` of the same training, its figures stand beside those of the graphs.
 
         It shows this rank's programs; `zerofx.compile(..., record="folder")` keeps those of all ranks, to be compared.
         """
-        return write_report(path, [self._recorded()])
+        return write_report(path, [self._recorded()], plan)
 
     def record(self, folder: str | Path) -> Path:
         """Writes what `zerofx.compile(..., record=folder)` would have written on this rank; returns the folder."""

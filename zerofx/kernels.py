@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from zerofx._torch import OpOverload, by_name, is_view, local_tensor
 from zerofx.collectives import WAIT, is_bucket
 from zerofx.layout import PerRank
+from zerofx.planning.rates import ATTENTION, CONVOLUTION, PRODUCT
 
 aten = torch.ops.aten
 VIEWS = {aten._unsafe_view.default}
@@ -28,6 +29,8 @@ CPU_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 """Programs are traced on the CPU; what stands there for a GPU's op has its formula."""
+ATTENTIONS = {op for op in flop_registry if "scaled_dot_product" in str(op)} | set(CPU_ATTENTION)
+CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
 
 
 @dataclass
@@ -45,6 +48,14 @@ class Kernel:
     @property
     def name(self) -> str:
         return "+".join(str(node.target).removeprefix("aten.").split(".")[0] for node in self.nodes)
+
+    @property
+    def op(self) -> str:
+        """Which of `zerofx.planning.rates`' kinds of ops it is."""
+        packets = {getattr(node.target, "overloadpacket", node.target) for node in self.nodes}
+        if packets & CONVOLUTIONS:
+            return CONVOLUTION
+        return ATTENTION if packets & ATTENTIONS else PRODUCT
 
 
 Step = Kernel | Node

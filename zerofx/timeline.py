@@ -130,7 +130,7 @@ class _Streams:
 
     def issue(self, part: str, step: Kernel | Node) -> None:
         if isinstance(step, Kernel):
-            seconds = self.machine.kernel_seconds(step.flops, step.nbytes, step.dtype)
+            seconds = self.machine.kernel_seconds(step.flops, step.nbytes, step.dtype, step.op)
             self._run(Span(step.name, "kernel", COMPUTE, part, 0, seconds, step.flops, step.nbytes))
         elif step.target is WAIT:
             self._wait(part, step, owner(cast(Node, step.args[0])))

@@ -113,3 +113,14 @@ def test_the_roofline_has_a_ridge() -> None:
     assert H100.kernel_seconds(ridge * 1e9, 1e9, torch.bfloat16) == pytest.approx(1e9 / memory + H100.launch)
     assert H100.kernel_seconds(2 * ridge * 1e9, 1e9, "bf16") == pytest.approx(2e9 / memory + H100.launch)
     assert rates.peak(load("v100-dgx2"), "bf16") == rates.peak(load("v100-dgx2"), torch.float32)
+
+
+def test_attention_convolutions_and_updates_take_the_rates_that_they_have() -> None:
+    own = replace(H100, attention={"bf16": 1e12}, convolution={"fp32": 2e12}, update_bandwidth=1e9)
+    product, launch = H100.kernel_seconds(1e12, 0, "bf16"), H100.launch
+    assert own.kernel_seconds(1e12, 0, "bf16") == product == own.kernel_seconds(1e12, 0, "bf16", "convolution")
+    assert own.kernel_seconds(1e12, 0, "bf16", "attention") == pytest.approx(1 + launch)
+    assert own.kernel_seconds(1e12, 0, "fp32", "convolution") == pytest.approx(0.5 + launch)
+    assert H100.kernel_seconds(1e12, 0, "bf16", "attention") == product
+    assert rates.update_seconds(own, 1e9) == pytest.approx(1 + launch)
+    assert rates.update_seconds(H100, 1e9) == H100.kernel_seconds(0, 1e9, "fp32")

@@ -23,7 +23,9 @@ def test_what_is_measured_is_written_and_read_and_gives_the_buckets_seconds(tmp_
     assert load(tmp_path / "mine.toml") == hardware
     assert hardware.device == "cpu" and hardware.ranks_per_node == 1
     assert 1e8 < hardware.achievable["fp32"] < 1e14
-    assert 1e7 < hardware.memory_bandwidth < 1e13
+    assert 1e7 < hardware.memory_bandwidth < 1e13 and 1e7 < hardware.update_bandwidth < 1e13
+    for rates in (hardware.attention, hardware.convolution):
+        assert all(1e8 < rate < 1e14 for rate in rates.values()) and rates.keys() == {"fp32", "bf16"}
     assert 0 < hardware.launch < 1e-2
     assert 2**28 < hardware.memory_bytes < 2**50
 

@@ -108,6 +108,47 @@ def test_three_micro_batches_send_what_the_stages_send(stage: int, copies: int, 
     assert sent == pytest.approx(expected, rel=0.01)
 
 
+class Stack(nn.Module):
+    """Layers in a row, of which each may be the same one; a strict one cannot do with fewer."""
+
+    def __init__(self, count: int, shared: bool = False, strict: bool = False) -> None:
+        super().__init__()
+        one = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(one if shared else nn.Linear(64, 64) for _ in range(count))
+        self.count = count if strict else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.count in (None, len(self.layers))
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", ["shared", "strict"])
+def test_a_model_whose_blocks_are_one_or_all_needed_is_planned_as_its_whole_graph(kind: str) -> None:
+    found = zerofx.plan(lambda: Stack(9, **{kind: True}), (torch.zeros(8, 64),), world=2, precision="fp32")
+    assert found.flops == 9 * 3 * 2 * (2 * 8 * 64 * 64)  # forward and twice that, on two ranks
+    assert found.elements == (1 if kind == "shared" else 9) * (64 * 64 + 64)
+
+
+def test_the_work_of_planning_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    once = Shapes.program
+
+    def counted(shapes: Shapes, asked: Asked, blocks: int) -> Any:
+        program = once(shapes, asked, blocks)
+        made.append(sum(len(graph.nodes) for graph in program.graphs.values()))
+        return program
+
+    monkeypatch.setattr(Shapes, "program", counted)
+    nodes = []
+    for count in (9, 300):
+        made.clear()
+        zerofx.plan(lambda count=count: Stack(count), (torch.zeros(8, 64),), world=2, precision="fp32")
+        nodes.append(tuple(made))
+    assert len(nodes[0]) == 2 and nodes[0] == nodes[1]
+
+
 def test_what_does_not_fit_is_said_with_the_bytes() -> None:
     tight = replace(H100, memory_bytes=1000)
     found = planned(hardware=tight)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.browser import CHROMIUM, Browser
 from tests.synthetic_record import PER_LAYER, even_report, record
+from zerofx.planning.report import Memory, Plan, StagePlan
 from zerofx.reporting.html import write_report
 from zerofx.reporting.recorder import pipeline_of
 from zerofx.reporting.recording import RankRecord
@@ -161,6 +162,10 @@ def test_a_pipeline_has_its_chart_and_a_run_without_graphs_its_reason(tmp_path: 
         browser.open(write_report(tmp_path / "pipeline.html", ranks))
         browser.run("zx.show('pipeline')")
         assert "1f1b: 4 stages on 4 ranks, 8 micro-batches" in browser.run("document.getElementById('main').innerText")
+        stage = StagePlan(0, 1, Memory(5), (), (), 0, 0, 0, 0)
+        plan = Plan((), "h100-8x400g", 7, (("dp", 2),), (stage,), 1, 0, 1, 1, 1, 1, 9, (1, 1))
+        browser.open(write_report(tmp_path / "planned.html", ranks, plan))
+        assert browser.run("document.getElementById('plan').innerText") == plan.verdict
         browser.open(write_report(tmp_path / "broken.html", [broken]))
         assert "ConfigError: no" in browser.run("document.getElementById('differences').innerText")
         assert browser.run("zx.tabs()") == ["overview", "ranks"]

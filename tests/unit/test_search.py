@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import zerofx
+from tests.planned_models import MODELS
 from zerofx.planning.hardware import H100
 from zerofx.planning.presets import preset
 from zerofx.planning.search import layouts_of, pareto, search
@@ -95,3 +97,21 @@ def test_rows_name_what_they_say() -> None:
     assert first["stage"] == 3 and first["recompute"] == "none" and first["schedule"] == "1f1b"
     assert first["seconds"] == found.forecast.step[found.best]
     assert 0 < first["mfu"] < 1
+
+
+@pytest.mark.parametrize(("name", "cut"), [pytest.param("mlp", True, marks=pytest.mark.full), ("images", False)])
+def test_any_model_is_searched_and_its_layouts_are_as_a_plan_of_each(name: str, cut: bool) -> None:
+    model, batch = MODELS[name].model, MODELS[name].batch()
+    found = zerofx.plan(model, batch, world=4, search=True, precision="fp32", hardware="cpu")
+    layouts = found.forecast.layouts
+    assert bool(layouts.recompute.any()) is cut  # the images' forward needs all of its layers
+    for stage, count in ((1, 2), (3, 4)):
+        (place, *_) = np.flatnonzero(
+            (layouts.dp == 4) & (layouts.stage == stage) & (layouts.microbatches == count) & (layouts.recompute == 0)
+        )
+        told = zerofx.plan(
+            model, batch, world=4, stage=stage, microbatches=count, precision="fp32", hardware="cpu", persist_below=0
+        )
+        assert found.forecast.step[place] == pytest.approx(told.seconds, rel=0.25)
+        assert found.forecast.peak[place] == pytest.approx(told.peak, rel=0.25)
+    assert found.front

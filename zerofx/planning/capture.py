@@ -50,7 +50,8 @@ class Shapes:
             self.model = model_fn()
             refuse_model(self.model)
             self.inputs = tree_map_only(torch.Tensor, on_cpu, list(batch))
-            if elsewhere := {str(t.device) for t in self.model.state_dict().values()} - {"cpu"}:
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            if elsewhere := {str(tensor.device) for tensor in tensors} - {"cpu"}:
                 raise ModelError(
                     f"model_fn made tensors on {', '.join(sorted(elsewhere))}: they have no data anyway, leave them on "
                     "cpu"
@@ -91,7 +92,14 @@ class Shapes:
                 return self._traced(asked, fewer).deeper(self._traced(asked, more), blocks - fewer)
             except DepthError:
                 continue
+            except Exception:  # a forward may need all of its blocks; if the fault is another one, the whole has it too
+                self.uncut()
+                break
         return self._traced(asked, blocks)
+
+    def uncut(self) -> None:
+        """Takes the model as a whole from here on."""
+        self.repeats, self.blocks = None, 0
 
     def program(self, asked: Asked, blocks: int) -> Program:
         """The program of a model with that many of its blocks."""
@@ -123,15 +131,16 @@ class Shapes:
 
     def copy_of(self, blocks: int) -> nn.Module:
         """A model of its own with that many blocks."""
-        known: dict[int, Any] = {}
+        left_out: set[nn.Module] = set()
         if self.repeats is not None and blocks < self.blocks:
-            parent: Any = self.model.get_submodule(self.repeats.path)
-            for place in range(self.repeats.start + self.repeats.period * blocks, self.repeats.stop):
-                known[id(parent[place])] = nn.Identity()
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            made = on_cpu(tensor.detach())
-            own = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            known[id(tensor)] = own
+            left_out = self.repeats.behind(self.model, blocks)
+        known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
+        for _, module in self.model.named_modules(memo=left_out):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) not in known:
+                    made = on_cpu(tensor.detach())
+                    own = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                    known[id(tensor)] = own
         model = copy.deepcopy(self.model, known)
         if self.repeats is not None and blocks < self.blocks:
             self.repeats.keep(model, blocks)

@@ -21,6 +21,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 
+OPTIONAL = {"origin", "ring_bandwidth", "attention", "convolution", "update_bandwidth"}
+
+
 class HardwareError(ValueError):
     """A hardware file is missing, or something in it is."""
 
@@ -44,6 +47,9 @@ class Hardware:
         intra: one step of a ring inside a node: seconds, and bytes/s that one rank sends in one direction.
         inter: the same between nodes; the bandwidth is a rank's part of its node's network cards.
         ring_bandwidth: bytes/s that one ring may send between nodes, where it does not use all cards of a node.
+        attention, convolution: FLOP/s by dtype that these reach, forward and backward together; where there is none,
+            what products do.
+        update_bandwidth: bytes/s of an optimizer's fused kernel, which works in place; 0 for those of other kernels.
         origin: where each number comes from.
     """
 
@@ -62,9 +68,12 @@ class Hardware:
     inter: Link
     ring_bandwidth: float = math.inf
     origin: Mapping[str, str] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
+    convolution: Mapping[str, float] = field(default_factory=dict)
+    update_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("peak", "achievable", "origin"):
+        for name in ("peak", "achievable", "origin", "attention", "convolution"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         for name in ("memory_bytes", "memory_bandwidth", "memory_share", "ranks_per_node"):
             value = getattr(self, name)
@@ -79,9 +88,9 @@ class Hardware:
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, tuple(self.achievable.items()), self.intra, self.inter))
 
-    def kernel_seconds(self, flops: float, nbytes: float, dtype: torch.dtype | str) -> float:
+    def kernel_seconds(self, flops: float, nbytes: float, dtype: torch.dtype | str, op: str = rates.PRODUCT) -> float:
         """Seconds of one kernel: see `zerofx.planning.rates.kernel_seconds`."""
-        return float(rates.kernel_seconds(self, flops, nbytes, dtype))
+        return float(rates.kernel_seconds(self, flops, nbytes, dtype, op))
 
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of one collective: see `zerofx.planning.networks.collective_seconds`."""
@@ -116,7 +125,7 @@ def load(name: str | Path | Hardware) -> Hardware:
 
 def _made(name: str, read: dict[str, Any]) -> Hardware:
     known = {each.name for each in fields(Hardware)} - {"name"}
-    wrong, missing = set(read) - known, known - set(read) - {"origin", "ring_bandwidth"}
+    wrong, missing = set(read) - known, known - set(read) - OPTIONAL
     if wrong or missing:
         raise HardwareError(
             f"hardware {name!r} lacks {sorted(missing)} and has unknown {sorted(wrong)}: "
@@ -140,7 +149,7 @@ def text(hardware: Hardware) -> str:
         value = getattr(hardware, each.name)
         if isinstance(value, (str, int, float)) and each.name != "name":
             lines.append(f"{each.name} = {_literal(value)}")
-    for name in ("peak", "achievable", "intra", "inter", "origin"):
+    for name in ("peak", "achievable", "attention", "convolution", "intra", "inter", "origin"):
         value = getattr(hardware, name)
         entries = {"latency": value.latency, "bandwidth": value.bandwidth} if isinstance(value, Link) else value
         lines += ["", f"[{name}]", *(f"{key} = {_literal(entry)}" for key, entry in entries.items())]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from zerofx.cost import Link
 from zerofx.planning.hardware import DTYPES, Hardware, text
+from zerofx.planning.stored import UPDATE
 
 ROWS, WIDTH = 512, 1024
 """Matrix products are of a matrix of so many rows and columns by one of four times as many columns."""
@@ -29,7 +31,10 @@ def measured(link: Link, name: str = "measured") -> Hardware:
     """
     ranks = dist.get_world_size()
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
-    rates = {short: _flops(dtype, device) for short, dtype in DTYPES.items() if short in ("fp32", "bf16")}
+    rates, attention, convolution = (
+        {short: reached(dtype, device) for short, dtype in DTYPES.items() if short in ("fp32", "bf16")}
+        for reached in (_products, _attention, _convolution)
+    )
     source = torch.ones(COPIED, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _slowest(lambda: target.copy_(source), device)
@@ -51,6 +56,9 @@ def measured(link: Link, name: str = "measured") -> Hardware:
         collective_latency=0.0,
         intra=way,
         inter=way,
+        attention=attention,
+        convolution=convolution,
+        update_bandwidth=_update(device),
         origin={"all": "python -m zerofx tune --out FILE, all ranks at once; other nodes as if they were this one"},
     )
 
@@ -61,10 +69,42 @@ def write(hardware: Hardware, path: Path) -> None:
         path.write_text(text(hardware))
 
 
-def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    left = torch.randn(ROWS, WIDTH, device=device).to(dtype)
-    right = torch.randn(WIDTH, 4 * WIDTH, device=device).to(dtype)
-    return 2 * left.numel() * right.shape[1] / _slowest(lambda: left @ right, device)
+def _products(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of the three products of a linear layer's forward and backward together."""
+    x, grad = (torch.randn(ROWS, width, device=device).to(dtype) for width in (WIDTH, 4 * WIDTH))
+    weight = torch.randn(4 * WIDTH, WIDTH, device=device).to(dtype)
+    runs = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
+    return 3 * 2 * x.numel() * 4 * WIDTH / sum(_slowest(run, device) for run in runs)
+
+
+def _attention(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of causal attention, forward and backward, of which only what the mask leaves is counted."""
+    q, k, v = (torch.randn(4, 8, ROWS, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
+    forward = 4 * q.numel() * ROWS / 2
+    return _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), 3.5 * forward, device)
+
+
+def _convolution(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a 3 x 3 convolution, forward and backward."""
+    x = torch.randn(16, 64, 28, 28, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(64, 64, 3, 3, device=device).to(dtype).requires_grad_()
+    forward = 2 * x.numel() * weight.numel() / 64
+    return _both_ways(lambda: F.conv2d(x, weight, padding=1), (x, weight), 3 * forward, device)
+
+
+def _both_ways(
+    run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], flops: float, device: torch.device
+) -> float:
+    grad = torch.ones_like(run())
+    return flops / _slowest(lambda: torch.autograd.grad(run(), inputs, grad), device)
+
+
+def _update(device: torch.device) -> float:
+    """Bytes/s of a fused AdamW."""
+    param = torch.nn.Parameter(torch.ones(COPIED // 4, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    return UPDATE * param.nbytes / _slowest(optimizer.step, device)
 
 
 def _slowest(run: Callable[[], object], device: torch.device, repeats: int = 9) -> float:

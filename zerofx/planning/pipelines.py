@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zerofx.layout import Layout, ParamLayout
 from zerofx.pipeline import Pipeline, PipelineError
@@ -15,7 +16,7 @@ from zerofx.planning.replay import Streams
 from zerofx.planning.report import StagePlan
 from zerofx.planning.steps import Step, stage_plan
 from zerofx.planning.stored import Stored
-from zerofx.planning.tape import ACTIVATIONS, Half
+from zerofx.planning.tape import ACTIVATIONS, Half, Tape
 from zerofx.planning.tensors import exchange_seconds, note_exchanges, sliced
 from zerofx.schedule_check import Simulated, simulate
 from zerofx.schedules import BACKWARD, FORWARD, Action, order_of
@@ -24,8 +25,7 @@ FEW, MORE = 2, 3
 """Blocks of the models whose difference is what a block takes."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a stage takes for one micro-batch: seconds of its halves, bytes it keeps for the backward, and the most
     that it needs there besides.
     """
@@ -108,12 +108,13 @@ def _spread(blocks: int, stages: int, found: Blocks) -> tuple[int, ...]:
 
 def _measured(shapes: Shapes, asked: Asked, found: Borders, tensor: int, machine: Hardware) -> Blocks:
     """Whole parameters, as a stage computes with them."""
-    few, more = (sliced(shapes.tape(asked, count), tensor) for count in (FEW, MORE))
+    return blocks_taken(shapes.tape(asked, FEW), shapes.tape(asked, MORE), found, tensor, machine)
+
+
+def blocks_taken(few: Tape, more: Tape, found: Borders, tensor: int, machine: Hardware) -> Blocks:
+    """What a block takes, and what is around them, from the tapes of models of `FEW` and of `MORE` blocks."""
     exchange = exchange_seconds(found, machine, tensor)
-    numbers = []
-    for tape in (few, more):
-        forward, backward = (_seconds(half, machine) for half in (tape.forward, tape.backward))
-        numbers.append((forward, backward, _saved(tape.forward), _most(tape.backward)))
+    numbers = [part_of(sliced(tape, tensor), machine) for tape in (few, more)]
     block = [there - here for here, there in zip(*numbers, strict=True)]
     outside = [here - FEW * each for here, each in zip(numbers[0], block, strict=True)]
     transient = max(0.0, numbers[0][3] - numbers[0][2])
@@ -123,6 +124,12 @@ def _measured(shapes: Shapes, asked: Asked, found: Borders, tensor: int, machine
         Part(outside[0] * share, outside[1] * share, max(0.0, outside[2] * kept), 0.0),
         Part(outside[0] * (1 - share), outside[1] * (1 - share), max(0.0, outside[2] * (1 - kept)), transient),
     )
+
+
+def part_of(tape: Tape, machine: Hardware) -> Part:
+    """What a whole tape takes."""
+    forward, backward = (_seconds(half, machine) for half in (tape.forward, tape.backward))
+    return Part(forward, backward, _saved(tape.forward), _most(tape.backward))
 
 
 def _seconds(half: Half, machine: Hardware) -> float:

@@ -11,9 +11,15 @@ if TYPE_CHECKING:
     from zerofx.planning.hardware import Hardware
 
 
-def flops_per_second(hardware: Hardware, dtype: torch.dtype | str) -> float:
-    """FLOP/s that matrix products reach; a dtype without a rate of its own is taken for fp32."""
-    return hardware.achievable.get(_short(dtype), hardware.achievable["fp32"])
+PRODUCT, ATTENTION, CONVOLUTION = "product", "attention", "convolution"
+"""Kinds of ops that have a rate of their own; what has no FLOP counts as a product."""
+
+
+def flops_per_second(hardware: Hardware, dtype: torch.dtype | str, op: str = PRODUCT) -> float:
+    """FLOP/s that an op of that kind reaches; a dtype without a rate of its own is taken for fp32."""
+    products = hardware.achievable.get(_short(dtype), hardware.achievable["fp32"])
+    own = {ATTENTION: hardware.attention, CONVOLUTION: hardware.convolution}.get(op, {})
+    return own.get(_short(dtype), products)
 
 
 def peak(hardware: Hardware, dtype: torch.dtype | str) -> float:
@@ -21,13 +27,20 @@ def peak(hardware: Hardware, dtype: torch.dtype | str) -> float:
     return hardware.peak.get(_short(dtype), hardware.peak["fp32"])
 
 
-def kernel_seconds(hardware: Hardware, flops: Any, nbytes: Any, dtype: torch.dtype | str) -> Any:
+def kernel_seconds(hardware: Hardware, flops: Any, nbytes: Any, dtype: torch.dtype | str, op: str = PRODUCT) -> Any:
     """The launch, and the larger of FLOP / achievable FLOP/s and bytes / achievable bytes/s.
 
     Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
     architectures", 2009.
     """
-    return hardware.launch + np.maximum(flops / flops_per_second(hardware, dtype), memory_seconds(hardware, nbytes))
+    computing = flops / flops_per_second(hardware, dtype, op)
+    return hardware.launch + np.maximum(computing, memory_seconds(hardware, nbytes))
+
+
+def update_seconds(hardware: Hardware, nbytes: Any) -> Any:
+    """An optimizer's fused kernel that reads and writes so many bytes in all."""
+    moved = nbytes / hardware.update_bandwidth if hardware.update_bandwidth else memory_seconds(hardware, nbytes)
+    return hardware.launch + moved
 
 
 def memory_seconds(hardware: Hardware, nbytes: Any) -> Any:

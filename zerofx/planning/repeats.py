@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,6 +24,12 @@ class Repeats:
     @property
     def stop(self) -> int:
         return self.start + self.period * self.count
+
+    def behind(self, model: nn.Module, count: int) -> set[nn.Module]:
+        """The modules that are in none but the repetitions behind the first `count`."""
+        children: list[nn.Module] = list(cast("nn.ModuleList", model.get_submodule(self.path)))
+        first = self.start + self.period * count
+        return set(children[first : self.stop]).difference(children[:first], children[self.stop :])
 
     def keep(self, model: nn.Module, count: int) -> None:
         """Takes all but the first `count` repetitions out of the model."""

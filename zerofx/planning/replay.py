@@ -41,7 +41,7 @@ class Streams:
         issued: list[float] = []
         for key, row in zip(half.time.keys, half.time.rows, strict=True):
             if key[0] == "kernel":
-                self.kernel(float(row[FLOPS]), float(row[BYTES]), key[2])
+                self.kernel(float(row[FLOPS]), float(row[BYTES]), key[2], key[1])
             elif key[0] == "send":
                 issued.append(self.send(key[3], key[2], float(row[BYTES])))
             elif issued:
@@ -50,8 +50,11 @@ class Streams:
         missing = len(half.memory.rows) - len(ends)
         return np.array(ends[: len(half.memory.rows)] + [self.now] * missing)
 
-    def kernel(self, flops: float, nbytes: float, dtype: str) -> None:
-        seconds = _kernel_seconds(self.hardware, flops, nbytes, dtype)
+    def kernel(self, flops: float, nbytes: float, dtype: str, op: str) -> None:
+        self.compute_for(_kernel_seconds(self.hardware, flops, nbytes, dtype, op))
+
+    def compute_for(self, seconds: float) -> None:
+        """Runs kernels that take so long."""
         self.now += seconds
         self.compute += seconds
 
@@ -75,8 +78,8 @@ class Streams:
 
 
 @cache
-def _kernel_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: str) -> float:
-    return hardware.kernel_seconds(flops, nbytes, BY_NAME.get(dtype, torch.float32))
+def _kernel_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: str, op: str) -> float:
+    return hardware.kernel_seconds(flops, nbytes, BY_NAME.get(dtype, torch.float32), op)
 
 
 @cache

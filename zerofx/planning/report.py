@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buckets", "workspace")
@@ -172,6 +173,28 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, default=str)
+
+
+class PlanError(ValueError):
+    """A file holds no plan."""
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan that `Plan.to_json` has written into a file. Raises PlanError for another file."""
+    try:
+        told = json.loads(Path(path).read_text())
+        stages = tuple(_stage_from(stage) for stage in told.pop("stages"))
+        listed: dict[str, Any] = {name: tuple(map(tuple, told.pop(name))) for name in ("asked", "ranks")}
+        return Plan(stages=stages, traced=tuple(told.pop("traced")), **listed, **told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} holds no plan ({error}): give what `python -m zerofx plan --json` wrote") from error
+
+
+def _stage_from(told: dict[str, Any]) -> StagePlan:
+    peak = Memory(**told.pop("peak"))
+    curve = tuple(Moment(**each | {"memory": Memory(**each["memory"])}) for each in told.pop("curve"))
+    traffic = tuple(Traffic(**each) for each in told.pop("traffic"))
+    return StagePlan(peak=peak, curve=curve, traffic=traffic, **told)
 
 
 REMEDY = {

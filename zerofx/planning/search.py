@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,16 @@ from zerofx.planning.transformer import Forecast, foresee
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 MICROBATCHES = tuple(2**power for power in range(9))  # sequences in each
+
+
+class Sliceable(Protocol):
+    """What says how far a model can be cut: tensor-parallel ranks divide `heads`, stages of a pipeline `layers`."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ def pareto(forecast: Forecast) -> Found:
 
 
 def layouts_of(
-    shape: Shape,
+    shape: Sliceable,
     world: int,
     batch: int,
     hardware: Hardware,
@@ -106,8 +116,9 @@ def layouts_of(
     recompute: Sequence[str] = RECOMPUTE,
     tensor: Sequence[int] | None = None,
     pipeline: Sequence[int] | None = None,
+    micro: Sequence[int] = MICROBATCHES,
 ) -> Layouts:
-    """The layouts that `search` goes through."""
+    """The layouts that `search` goes through; `micro` are the sizes of micro-batches to try."""
     for name, given, allowed in (("recompute", recompute, RECOMPUTE), ("stages", stages, range(4))):
         if not given or not set(given) <= set(allowed):
             raise ValueError(f"{name}={given!r} is not possible: give some of {', '.join(map(repr, allowed))}")
@@ -122,7 +133,7 @@ def layouts_of(
         dp = world // (tp * pp)
         if world % (tp * pp) or batch % dp:
             continue
-        columns += _over(shape, dp, tp, pp, batch // dp, stages, again)
+        columns += _over(shape, (dp, tp, pp), batch // dp, micro, stages, again)
     if not columns:
         raise ValueError(
             f"no layout divides {world:,} ranks and {batch:,} sequences of a step among data-, tensor- and "
@@ -133,23 +144,29 @@ def layouts_of(
 
 
 def _over(
-    shape: Shape, dp: int, tp: int, pp: int, rows: int, stages: Sequence[int], again: Sequence[int]
+    shape: Sliceable,
+    ranks: tuple[int, int, int],
+    rows: int,
+    micro: Sequence[int],
+    stages: Sequence[int],
+    again: Sequence[int],
 ) -> list[tuple[int, ...]]:
     """The layouts of one arrangement of ranks, each of which has `rows` sequences in a step."""
+    dp, tp, pp = ranks
     useful = [stage for stage in stages if (stage == 0 or dp > 1) and (stage < 3 or pp == 1)] or [0]
     sequence = (0, 1) if tp > 1 else (0,)
     made: list[tuple[int, ...]] = []
-    for micro in (each for each in MICROBATCHES if rows % each == 0):
-        count = rows // micro
+    for size in (each for each in micro if rows % each == 0):
+        count = rows // size
         ways = itertools.product(_schedules(shape, pp, count), useful, again, sequence)
         made += [
-            (dp, tp, pp, stage, micro, count, redone, schedule, chunks, sliced)
+            (dp, tp, pp, stage, size, count, redone, schedule, chunks, sliced)
             for (schedule, chunks), stage, redone, sliced in ways
         ]
     return made
 
 
-def _schedules(shape: Shape, pp: int, count: int) -> list[tuple[int, int]]:
+def _schedules(shape: Sliceable, pp: int, count: int) -> list[tuple[int, int]]:
     """Schedules of a pipeline and stages of each rank; those with several need as many micro-batches as ranks."""
     if pp == 1:
         return [(0, 1)]

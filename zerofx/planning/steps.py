@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from zerofx.planning import rates
 from zerofx.planning.hardware import Hardware
 from zerofx.planning.replay import Streams
 from zerofx.planning.report import Memory, Moment, StagePlan, Traffic
@@ -70,7 +71,7 @@ class Step:
         """AdamW's fused kernels, which read parameters, gradients and moments once; and the norm of the gradients."""
         self._note("update", self._memory())
         nbytes = (UPDATE + 1) * self.stored.trained
-        self.streams.kernel(0.0, float(nbytes), "torch.float32")
+        self.streams.compute_for(float(rates.update_seconds(self.hardware, nbytes)))
         self._note("update", self._memory())
         self.gradients = 0
         self._note("end", self._memory())

@@ -58,6 +58,20 @@ class Track:
                 raise DepthError("a model with one block more lacks what the smaller one does")
         return Track(tuple(keys), np.concatenate(rows) if rows else self.rows)
 
+    def larger(self, other: Track, times: float) -> Track:
+        """The track whose numbers differ from this one's by `times` what the other's do.
+
+        Raises DepthError where something else happens in the other one.
+        """
+        if [_happens(key) for key in self.keys] != [_happens(key) for key in other.keys]:
+            raise DepthError("in the two tracks not the same happens")
+        return Track(self.keys, self.rows + times * (other.rows - self.rows))
+
+
+def _happens(key: Any) -> Any:
+    """What a key says but for numbers."""
+    return tuple(part for part in key if isinstance(part, str))
+
 
 @dataclass(frozen=True)
 class Half:
@@ -75,6 +89,11 @@ class Half:
         memory = self.memory.deeper(next_deeper.memory, more)
         held = self.held + more * (next_deeper.held - self.held)
         return Half(memory, self.time.deeper(next_deeper.time, more), held)
+
+    def larger(self, other: Half, times: float) -> Half:
+        """See `Track.larger`."""
+        held = self.held + times * (other.held - self.held)
+        return Half(self.memory.larger(other.memory, times), self.time.larger(other.time, times), held)
 
     def curve(self) -> Numbers:
         """The bytes of each of `KINDS` while each node runs; of activations also what is held."""
@@ -121,6 +140,10 @@ class Tape:
     def deeper(self, next_deeper: Tape, more: int) -> Tape:
         """See `Track.deeper`."""
         return Tape(self.forward.deeper(next_deeper.forward, more), self.backward.deeper(next_deeper.backward, more))
+
+    def larger(self, other: Tape, times: float) -> Tape:
+        """See `Track.larger`."""
+        return Tape(self.forward.larger(other.forward, times), self.backward.larger(other.backward, times))
 
     def scattered(self, share: float) -> Tape:
         """See `Half.scattered`."""
@@ -200,7 +223,7 @@ def _time(graph: Graph) -> Track:
         last = max(place[node] for node in (step.nodes if isinstance(step, Kernel) else [step])) + 1
         more, covered = max(0, last - covered), max(covered, last)
         if isinstance(step, Kernel):
-            keys.append(("kernel", "", str(step.dtype), step.name, step.flops, step.nbytes))
+            keys.append(("kernel", step.op, str(step.dtype), step.name, step.flops, step.nbytes))
             rows.append((step.flops, step.nbytes, 0, more))
             continue
         known = tag(step)

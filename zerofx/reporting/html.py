@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zerofx.planning.report import Plan
+from zerofx.reporting import planned
 from zerofx.reporting.build import build
 from zerofx.reporting.recording import RankRecord
 
@@ -19,11 +21,14 @@ LIBRARIES = ("cytoscape.min.js", "cytoscape-dagre.min.js", "uPlot.iife.min.js", 
 SCRIPTS = ("data.js", "graph.js", "passes.js", "plots.js", "tables.js", "app.js")
 
 
-def write_report(path: str | Path, ranks: Sequence[RankRecord]) -> Path:
-    """Writes the file and returns its path."""
+def write_report(path: str | Path, ranks: Sequence[RankRecord], plan: Plan | None = None) -> Path:
+    """Writes the file and returns its path; with a plan, what it says stands beside what was recorded."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(build(ranks)), encoding="utf-8")
+    data = build(ranks)
+    if plan is not None:
+        data["plan"] = planned.told(plan, data)
+    target.write_text(page(data), encoding="utf-8")
     return target
 
 
