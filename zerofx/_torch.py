@@ -38,6 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TCPStore = cast(Any, torch.distributed).TCPStore  # public, but type checkers do not see it
+PrefixStore = cast(Any, torch.distributed).PrefixStore
 
 
 def process_group(name: str) -> torch.distributed.ProcessGroup:

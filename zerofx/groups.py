@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerofx import mesh as axes
 from zerofx.config import ConfigError
+from zerofx.first_group import make_default_group
 from zerofx.parallel import Mesh
 from zerofx.tensor_parallel import mesh_of_parameters
 
@@ -63,7 +64,7 @@ def default_group(device: torch.device) -> bool:
     if not dist.is_initialized():
         if not all(name in os.environ for name in TORCHRUN):
             return False
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        make_default_group("nccl" if device.type == "cuda" else "gloo")
     return True
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerofx.agree import agree_in_world
 from zerofx.config import ConfigError
+from zerofx.first_group import make_default_group
 from zerofx.mesh import Axis, ModelParallel
 from zerofx.mpu import DATA, MODEL, PIPELINE, TENSOR, Kind, Said, disagreement, read_mpu, said
 from zerofx.unsupported import refuse_dimensions
@@ -121,7 +122,7 @@ class Mesh:
 def _arranged(sizes: dict[str, int], kind: str) -> DeviceMesh:
     """A DeviceMesh of all ranks, once these agree on the sizes."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        make_default_group("nccl" if kind == "cuda" else "gloo")
     problem = None
     if why := _wrong(sizes, dist.get_world_size()):
         problem = ConfigError(f"zerofx.Mesh({_told(sizes)}) is not possible: {why}")

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from zerofx.cost import Link
+from zerofx.first_group import make_default_group
 from zerofx.meet import meet
 from zerofx.ops import c10d
 from zerofx.transport import all_gather_p2p
@@ -26,7 +27,7 @@ def tune(repeats: int = 20) -> Link:
     Every rank of the default group calls it; without a group, it makes one from torchrun's environment.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        make_default_group()
     first, group = dist.get_rank() == 0, dist.group.WORLD
     assert group is not None
     if "gloo" in dist.get_backend():
