@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zerofx
-from tests.bench.foreseen import MODELS, planned_seconds, step_seconds
+from tests.bench.foreseen import MODELS, best, planned_seconds, prepared
 from zerofx.planning.hardware import Hardware, load
 from zerofx.planning.measured import measured
 from zerofx.planning.search import Found
@@ -38,13 +39,19 @@ def searched(found: Found, stage: int, count: int) -> float:
     return float(found.forecast.step[np.flatnonzero(asked)[0]])
 
 
+def in_turns(runs: Sequence[Callable[[], float]], rounds: int) -> list[float]:
+    """The least seconds of each over rounds in which all run in turn, so that what disturbs them disturbs all."""
+    rows = [[best(run, 1) for run in runs] for _ in range(rounds)]
+    return [min(column) for column in zip(*rows, strict=True)]
+
+
 def compare(name: str, precision: str, steps: int, machine: Hardware) -> float:
     """How long the search's choice takes, over the fastest; rank 0 prints all. All ranks call it."""
     trained, world = MODELS[name], dist.get_world_size()
     found = zerofx.plan(trained.model, trained.batch(), world=world, search=True, precision=precision, hardware=machine)
     told = [searched(found, *way) for way in WAYS]
     planned = [planned_seconds(trained, stage, precision, machine, count) for stage, count in WAYS]
-    took = [step_seconds(trained, stage, precision, steps, count) for stage, count in WAYS]
+    took = in_turns([prepared(trained, stage, precision, count) for stage, count in WAYS], steps)
     chosen, fastest = int(np.argmin(told)), int(np.argmin(took))
     table = Table("stage", "micro-batches", "search, ms", "plan, ms", "measured, ms", title=f"{name}, {precision}")
     for way, *seconds in sorted(zip(WAYS, told, planned, took, strict=True), key=lambda row: row[-1]):

@@ -116,17 +116,16 @@ def loss_of(model: torch.nn.Module, *batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def step_seconds(trained: Trained, stage: int, precision: str, steps: int, microbatches: int = 1) -> float:
-    """The median seconds of a step on the slowest rank."""
+def prepared(trained: Trained, stage: int, precision: str, microbatches: int = 1) -> Callable[[], float]:
+    """A step that is compiled and has run; it returns the loss."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     model = zerofx.compile(trained.model(), stage=stage, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, fused=True)
     step = zerofx.train_step(model, loss_of, optimizer, microbatches=microbatches)
     batch = trained.batch()
     for _ in range(WARMUP):
         step(*batch).loss.item()
-    return best(lambda: step(*batch).loss.item(), steps)
+    return lambda: step(*batch).loss.item()
 
 
 def planned_seconds(trained: Trained, stage: int, precision: str, machine: Hardware, microbatches: int = 1) -> float:
@@ -148,7 +147,8 @@ def compared(names: Sequence[str], precisions: Sequence[str], stages: Sequence[i
     for name in names:
         for precision in precisions:
             for stage in stages:
-                seconds = step_seconds(MODELS[name], stage, precision, steps)
+                torch._dynamo.reset()
+                seconds = best(prepared(MODELS[name], stage, precision), steps)
                 planned = planned_seconds(MODELS[name], stage, precision, on)
                 cells = (f"{planned * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{planned / seconds:.2f}")
                 table.add_row(name, precision, str(stage), *cells)

@@ -15,6 +15,8 @@ from zerofx.planning.tape import ACTIVATIONS, BUCKETS, GRADIENTS, WORKSPACE, Hal
 
 POINTS = 400
 """The most moments that are kept of one half's memory; that of its peak is among them."""
+ADDED = 3
+"""Passes over gradients that are added to those that wait: two reads and a write."""
 SIMULATED = 3
 """Micro-batches that are run on the streams; the time of more is that of the last one."""
 
@@ -50,6 +52,8 @@ class Step:
             before = self.streams.sent.copy(), self.streams.collectives.copy()
             self._half(tape.forward, f"forward {place}")
             self._half(tape.backward, f"backward {place}")
+            if place:
+                self.streams.compute_for(float(rates.memory_seconds(self.hardware, ADDED * grown)))
             self.gradients = grown
         left = count - SIMULATED
         if left > 0:

@@ -13,6 +13,7 @@ from zerofx.planning import networks, rates
 from zerofx.planning.capture import Shapes
 from zerofx.planning.hardware import Hardware
 from zerofx.planning.shapes import FULL, SCHEDULES, Layouts
+from zerofx.planning.steps import ADDED
 from zerofx.planning.stored import MOMENTS, UPDATE
 from zerofx.planning.tensors import EXCHANGES
 from zerofx.planning.transformer import Forecast
@@ -121,7 +122,8 @@ def forecast(
     bubble = _bubble(layouts, pace) + np.where(alone, 0, 2 * (layouts.pp - 1) * message)
     update = rates.update_seconds(hardware, (UPDATE + 1) * _part(layouts, held))
     exchanged = k * depth * taken.exchanged
-    busy = k * pace
+    grown = held / np.where(layouts.stage >= 2, layouts.dp, 1)
+    busy = k * pace + np.where(alone, (k - 1) * rates.memory_seconds(hardware, ADDED * grown), 0)
     ways = sum(count * networks.ring_bytes(kind, taken.crossing, layouts.tp) for kind, count in EXCHANGES)
     return Forecast(
         layouts=layouts,
