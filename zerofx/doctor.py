@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx.groups import TORCHRUN
+from zerofx.parallel import TORCHRUN
 
 PACKAGES = ("torch", "numpy", "networkx", "sympy", "safetensors", "transformers")
 LIMIT = timedelta(seconds=60)

@@ -20,8 +20,10 @@ SCRIPTS = ("data.js", "graph.js", "passes.js", "plots.js", "tables.js", "app.js"
 
 
 def write_report(path: str | Path, ranks: Sequence[RankRecord]) -> Path:
-    """Writes the file and returns its path."""
+    """Writes the file, in a folder report.html, and returns its path."""
     target = Path(path)
+    if target.is_dir():
+        target = target / "report.html"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(build(ranks)), encoding="utf-8")
     return target
