@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ import torch.autograd.profiler as _autograd_profiler
 import torch.distributed.distributed_c10d as _c10d
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as _BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException as _TorchDynamoException
 from torch._dynamo.source import ConstantSource as _ConstantSource
 from torch._functorch._aot_autograd import descriptors as _desc
 from torch._functorch.aot_autograd import aot_module_simplified as _aot_module_simplified
@@ -340,6 +342,22 @@ def inductor_graph(gm: GraphModule) -> Callable[..., Any]:
 def backend_error(error: BaseException) -> BaseException:
     """What a Dynamo backend raised, which Dynamo wraps in many lines; any other error is itself."""
     return error.inner_exception if isinstance(error, _BackendCompilerFailed) else error
+
+
+def is_tracing_error(error: BaseException) -> bool:
+    """Whether torch.compile raises it for code or arguments that it cannot trace."""
+    return isinstance(error, _TorchDynamoException)
+
+
+@contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Without what torch logs of an op that fails on tensors without data, since the error says the same."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def is_broken_off(gm: GraphModule) -> bool:

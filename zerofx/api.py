@@ -17,7 +17,7 @@ from zerofx.agree import refuse_without_mesh
 from zerofx.agree_all import Facts, agree_all
 from zerofx.allowance import allowed_bytes
 from zerofx.check_model import find_owners, parameters_of, refuse_model, refuse_without_blocks
-from zerofx.config import Config, Rewrite
+from zerofx.config import Config, Rewrite, refuse_values
 from zerofx.engine import Engine, autocast
 from zerofx.facts import facts_of
 from zerofx.groups import NotInMeshError, arrange, backend_of, program_mesh
@@ -35,7 +35,7 @@ from zerofx.reporting.progress import shown_progress
 from zerofx.reporting.recorder import Recorder, recorder
 from zerofx.shard import Owner
 from zerofx.stage_plan import Foreign, Plan
-from zerofx.unsupported import refuse_arguments, refuse_stages
+from zerofx.unsupported import ARGUMENTS, refuse_arguments, refuse_stages
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -166,9 +166,10 @@ def compile(  # noqa: A001
     ignored = list[nn.Parameter]()
     try:
         refuse_model(model)
-        refuse_arguments(others, TAKEN)
+        refuse_arguments("zerofx.compile", others, TAKEN, ARGUMENTS)
         refuse_stages(stage)
-        ignored = parameters_of(ignored_params)
+        ignored = parameters_of(ignored_params, model)
+        refuse_values(init_fn, progress)
         config = Config(
             stage=stage,
             persist_below=persist_below,

@@ -21,16 +21,21 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, weighted: bool, fewer: bool = False
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    count: int,
+    weighted: bool,
+    fewer: bool = False,
+    rest: bool = False,
 ) -> list[MicroBatch]:
-    """What a step is called with, in micro-batches: `count` of them, or as many as are left of an iterator's.
+    """What a step is called with, in `count` micro-batches; with `rest`, fewer of an iterator's where no more are left.
 
     Of trees of tensors each gets rows of dim 0, the first ones a row more where they do not divide; all else, and
     tensors without a dim, go to each. `weighted`: a `loss_weight` says what micro-batches weigh, and not their rows.
     `fewer`: there are no more than rows.
     """
     if len(args) == 1 and isinstance(args[0], Iterator) and not kwargs:
-        return _drawn(args[0], count, weighted)
+        return _drawn(args[0], count, weighted, rest)
     if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
         return micro_batches((), args[0], count, weighted, fewer)
     batch = (args, dict(kwargs))
@@ -52,10 +57,15 @@ def micro_batches(
     return [MicroBatch(arguments, named, part / size) for arguments, named, part in parts]
 
 
-def _drawn(batches: Iterator[Any], count: int, weighted: bool) -> list[MicroBatch]:
+def _drawn(batches: Iterator[Any], count: int, weighted: bool, rest: bool) -> list[MicroBatch]:
     found = [_arguments(each) for each in itertools.islice(batches, count)]
     if not found:
         raise ValueError("the iterator has no micro-batch left: make a new one, or end the loop before it")
+    if len(found) < count and not rest:
+        raise ValueError(
+            f"the iterator had {len(found)} micro-batches left, and the step takes {count}: give it a multiple of "
+            f"{count}, or join what is left to one batch, which a step splits"
+        )
     known = [None] * len(found) if weighted else [_one(_rows(each), "pass loss_weight, which says") for each in found]
     sizes = [1 if rows is None else rows for rows in known]
     if 0 in sizes:

@@ -19,12 +19,21 @@ from zerofx.tensor_parallel import Slices, is_sequence_parallel
 from zerofx.unsupported import WRAPPERS, wrapper_of
 
 
-def parameters_of(ignored: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """What `ignored_params` holds. Raises ConfigError for anything but parameters, such as their names."""
+def parameters_of(ignored: Iterable[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
+    """What `ignored_params` holds. Raises ConfigError for anything but parameters of the model, such as their names."""
     found = list(ignored) if isinstance(ignored, Iterable) else [ignored]
-    for each in found:
+    known = {id(param) for param in model.parameters()}
+    for place, each in enumerate(found):
         if not isinstance(each, nn.Parameter):
-            raise ConfigError(f"zerofx.compile(ignored_params=...) takes parameters, not {type(each).__name__}")
+            raise ConfigError(
+                f"zerofx.compile(ignored_params=...) takes parameters, not {type(each).__name__}: pass those of the "
+                "model, such as model.head.parameters()"
+            )
+        if id(each) not in known:
+            raise ConfigError(
+                f"zerofx.compile(ignored_params=...): number {place}, of shape {tuple(each.shape)}, is no parameter of "
+                "the model: pass those of the model itself, after moving it to its device"
+            )
     return found
 
 

@@ -23,15 +23,32 @@ Rewrite = Callable[[tuple["Pass", ...]], tuple["Pass", ...]]
 
 
 class ConfigError(ValueError):
-    """An argument of `zerofx.compile` has a value that is not allowed."""
+    """An argument has a value that is not allowed; `told` has its name, the value and what is, where that is all."""
+
+    told: tuple[str, object, str] | None = None
 
 
 class ModelError(ValueError):
     """The model holds something that zerofx.compile cannot shard."""
 
 
+def refusal(caller: str, field: str, value: object, allowed: str) -> ConfigError:
+    """What a function raises for a value of an argument that must be something else."""
+    error = ConfigError(f"{caller}({field}={value!r}) is not possible: {field} must be {allowed}")
+    error.told = field, value, allowed
+    return error
+
+
 def _refuse(field: str, value: object, allowed: str) -> None:
-    raise ConfigError(f"zerofx.compile({field}={value!r}) is not possible: {field} must be {allowed}")
+    raise refusal("zerofx.compile", field, value, allowed)
+
+
+def refuse_values(init_fn: object, progress: object) -> None:
+    """Raises ConfigError for a value of the arguments that passes and backends do not read."""
+    if init_fn is not None and not callable(init_fn):
+        _refuse("init_fn", init_fn, "a function of a module that writes its parameters and buffers, or None")
+    if progress not in (None, True, False) or (isinstance(progress, int) and not isinstance(progress, bool)):
+        _refuse("progress", progress, "None, True or False")
 
 
 @dataclass(frozen=True)

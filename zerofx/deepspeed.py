@@ -89,6 +89,8 @@ def from_deepspeed(
     """
     given = _load(config)
     read = _Reader(given, args)
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ConfigError(f"zerofx.from_deepspeed(ranks={ranks!r}) is not possible: ranks must be an int, 1 or more")
     _check_keys(given, read)
     precision, scale = _precision(read)
     accumulation, micro_batch = _batch(read, ranks)
@@ -101,6 +103,8 @@ def from_deepspeed(
     step_with |= {"clip": float(clip)} if clip else {}
     stages = read.get("pipeline.stages", None)
     if stages not in (None, AUTO):
+        if type(stages) is not int or stages < 1:
+            read.refuse("pipeline.stages", "it must be an int, 1 or more")
         compile_with["pipeline"] = Pipeline(stages, microbatches=accumulation)
     elif accumulation > 1:
         step_with["microbatches"] = accumulation
@@ -151,6 +155,13 @@ class _Reader:
             self.refuse(key, "it must be true, false or 'auto'")
         return found
 
+    def section(self, key: str) -> Mapping[str, Any]:
+        """The keys of a section, none where it is missing."""
+        found = self.get(key, None)
+        if found is not None and not isinstance(found, Mapping):
+            self.refuse(key, "it must be an object of keys")
+        return found or {}
+
     def refuse(self, key: str, reason: str) -> NoReturn:
         raise ConfigError(f"zerofx.from_deepspeed: {key} is {self.get(key, None)!r}: {reason}")
 
@@ -177,13 +188,18 @@ def _check_keys(given: Mapping[str, Any], read: _Reader) -> None:
         parent = key.rpartition(".")[0]
         while parent and parent not in KNOWN:
             parent = parent.rpartition(".")[0]
+        if key in SECTIONS:
+            inside = ", ".join(sorted(each.removeprefix(f"{key}.") for each in KNOWN if each.startswith(f"{key}."))[:4])
+            read.refuse(key, f"it must be an object of keys, such as {inside}")
         if not parent:
-            (close,) = difflib.get_close_matches(key, KNOWN, 1, cutoff=0.0)
+            (close,) = difflib.get_close_matches(key, {*KNOWN, *SECTIONS}, 1, cutoff=0.0)
             read.refuse(key, f"zerofx knows no such key of DeepSpeed's; the closest one is {close!r}")
 
 
 def _keys(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"zerofx.from_deepspeed: the key {prefix}{name!r} is no string: write it in quotes")
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key in SECTIONS and key not in KNOWN:
             yield from _keys(value, f"{key}.")
@@ -224,10 +240,11 @@ def _precision(read: _Reader) -> tuple[str | None, float | DynamicLossScale | No
 
 
 def _dtype(read: _Reader, key: str, value: Any) -> str:
-    found = DTYPES.get(str(value).removeprefix("torch."), value)
+    name = str(value).removeprefix("torch.")
+    found = DTYPES.get(name, name)
     if found not in PRECISIONS:
         read.refuse(key, f"it must be one of {', '.join(map(repr, PRECISIONS))}")
-    return str(found)
+    return found
 
 
 def _buckets(read: _Reader, precision: str | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +20,7 @@ OPTIMIZERS: Mapping[str, tuple[type[optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
     "adagrad": (optim.Adagrad, ("lr", "eps", "weight_decay")),
 }
+FLAGS = {"amsgrad", "nesterov"}
 SWITCHES = {"torch_adam", "adam_w_mode", "fused", "bias_correction", "set_grad_none", "freeze_step", "cuda_aware"}
 TRAINER = {
     "lr": "learning_rate",
@@ -43,6 +45,7 @@ class Reader(Protocol):
     @property
     def args(self) -> Any: ...
     def get(self, key: str, default: Any) -> Any: ...
+    def section(self, key: str) -> Mapping[str, Any]: ...
     def refuse(self, key: str, reason: str) -> NoReturn: ...
 
 
@@ -80,7 +83,7 @@ def optimizer_of(read: Reader) -> Optimizer | None:
     kind = read.get("optimizer.type", None)
     if kind is None:
         return None
-    name, params = str(kind).lower(), read.get("optimizer.params", {})
+    name, params = str(kind).lower(), read.section("optimizer.params")
     if name == "adam" and params.get(
         "adam_w_mode", True
     ):  # DeepSpeed's Adam decays weights as AdamW, unless told not to
@@ -96,13 +99,38 @@ def optimizer_of(read: Reader) -> Optimizer | None:
         if key in SWITCHES:
             continue
         if key not in allowed:
-            read.refuse(f"optimizer.params.{key}", f"torch.optim.{made.__name__} takes {', '.join(allowed)}")
+            takes = f"torch.optim.{made.__name__} takes {', '.join(allowed)}{_closest(key, allowed)}"
+            read.refuse(f"optimizer.params.{key}", takes)
         told = _auto(read, key) if value == AUTO else value
         if told is not None:
-            arguments[key] = tuple(told) if key == "betas" else told
+            arguments[key] = _value(read, f"optimizer.params.{key}", key, told)
     if name == "sgd" and "lr" not in arguments:
         arguments["lr"] = 1e-3
     return Optimizer(made, arguments)
+
+
+def _closest(key: str, known: Iterable[str]) -> str:
+    """Names the key that was perhaps meant."""
+    found = difflib.get_close_matches(key, known, 1)
+    return f"; the closest one is {found[0]!r}" if found else ""
+
+
+def _value(read: Reader, where: str, key: str, value: Any) -> Any:
+    """The value of an option, of the kind that torch's optimizers and schedules take."""
+    if key == "betas":
+        if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))):
+            read.refuse(where, "it must be a list of two numbers")
+        return tuple(value)
+    if key in FLAGS:
+        if not isinstance(value, bool):
+            read.refuse(where, "it must be true or false")
+    elif not _is_number(value):
+        read.refuse(where, "it must be a number")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _auto(read: Reader, key: str) -> Any:
@@ -125,15 +153,18 @@ def scheduler_of(read: Reader, optimizer: Optimizer | None) -> Scheduler | None:
     known |= {} if name == "WarmupCosineLR" else {"warmup_max_lr": 1e-3}
     known |= {} if name == "WarmupLR" else {"total_num_steps": None}
     known |= {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001} if name == "WarmupCosineLR" else {}
-    params = {key: value for key, value in read.get("scheduler.params", {}).items() if key != "last_batch_iteration"}
+    given = read.section("scheduler.params")
+    params = {key: value for key, value in given.items() if key != "last_batch_iteration"}
     for key, value in params.items():
         if key not in known:
-            read.refuse(f"scheduler.params.{key}", f"{name} has {', '.join(known)}")
+            read.refuse(f"scheduler.params.{key}", f"{name} has {', '.join(known)}{_closest(key, known)}")
         known[key] = value
         if value == AUTO:
             known[key] = 0.0 if key == "warmup_min_lr" else _auto(read, key)
             if known[key] is None or (key == "total_num_steps" and known[key] <= 0):
                 read.refuse(f"scheduler.params.{key}", "give a number, or transformers.TrainingArguments as args=")
+        if key != "warmup_type":
+            _value(read, f"scheduler.params.{key}", key, known[key])
     if known["warmup_type"] not in ("log", "linear"):
         read.refuse("scheduler.params.warmup_type", "it must be 'log' or 'linear'")
     return Scheduler(name, _arguments(read, name, known, optimizer))

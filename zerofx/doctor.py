@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.first_group import make_default_group
-from zerofx.groups import TORCHRUN
+from zerofx.parallel import TORCHRUN
 
 PACKAGES = ("torch", "numpy", "networkx", "sympy", "safetensors", "transformers")
 LIMIT = timedelta(seconds=60)

@@ -16,7 +16,9 @@ COLOURS = {
 
 
 def draw_svg(program: ProgramText, path: Path) -> None:
-    """Writes the SVG. Raises RuntimeError where pydot or graphviz is missing."""
+    """Writes the SVG. Raises ValueError for another kind of file, and RuntimeError without pydot or graphviz."""
+    if path.suffix != ".svg" or path.is_dir():
+        raise ValueError(f"a program is drawn as SVG, and {str(path)!r} names no such file: give a name in .svg")
     if shutil.which("dot") is None:
         raise RuntimeError(
             "drawing needs the program `dot`: install graphviz, for example with `apt-get install graphviz`"

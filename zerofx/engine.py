@@ -79,11 +79,11 @@ class Engine:
         """Makes calls of the model run compiled."""
         self.model = weakref.ref(model)
         model.__dict__["_zerofx_engine"] = self
+        give_methods(model)
         if self.pipelined is not None:
             self.pipelined.attach(self, model)
             model.__dict__["_compiled_call_impl"] = self.pipelined
             return
-        give_methods(model)
         follow(self.group, model)
         model.__dict__["_compiled_call_impl"] = CompiledCall(self, model)
         if self.config.per_block and self.config.backend != "eager":
@@ -117,7 +117,7 @@ class Engine:
         """Records a graph behind its passes, if that was asked for; graphs that no pass runs on are not counted."""
         if self.recorder is not None and capture.steps:
             known = [each for each in self.captures if each.steps]
-            self.recorder.graph(next(i for i, each in enumerate(known) if each is capture), capture)
+            self.recorder.graph(next(i for i, each in enumerate(known) if each is capture), capture, self.device.type)
 
     def capture_alone(self, layout: Layout) -> Capture:
         """For a program of these parameters that no model was traced for."""
@@ -130,11 +130,14 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model is called in, as `precision` says."""
+        return autocast(self.config.precision, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
         model = self.model()
         assert model is not None
-        return autocast(
-            self.config.precision, next((param.device for param in model.parameters()), torch.device("cpu"))
-        )
+        return next((param.device for param in model.parameters()), torch.device("cpu"))
 
     def torch_compile(self, call: Callable[..., Any], modules: int = 1) -> Callable[..., Any]:
         """The call compiled, which that many modules share."""

@@ -13,15 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zerofx import mesh as axes
 from zerofx.config import ConfigError
 from zerofx.first_group import make_default_group
-from zerofx.parallel import Mesh
+from zerofx.parallel import TORCHRUN, Mesh
 from zerofx.tensor_parallel import mesh_of_parameters
 
 
 class NotInMeshError(ConfigError):
     """A rank that is not part of the mesh called `zerofx.compile`; the ranks of the mesh go on without it."""
-
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def arrange(model: nn.Module, mesh: Any, mpu: Any, device: torch.device) -> Mesh | None:

@@ -20,7 +20,7 @@ from zerofx.manager import Step
 from zerofx.planning.report import Plan
 from zerofx.reporting.html import write_report
 from zerofx.reporting.recorder import rank_record
-from zerofx.reporting.recording import RankRecord, write_rank
+from zerofx.reporting.recording import RankRecord, model_first, write_rank
 from zerofx.textgraph import BYTES, SHARES, Line, ProgramText, read
 
 
@@ -82,13 +82,16 @@ class Graph:
         return sum(step.seconds for step in self.steps)
 
     def step(self, which: int | str) -> Step:
-        """A step by its place or by the name of its pass."""
-        if isinstance(which, int):
+        """A step by its place or by the name of its pass. Raises LookupError for others."""
+        names = [step.name for step in self.steps]
+        if which in names:
+            return self.steps[names.index(which)]
+        if isinstance(which, int) and -len(names) <= which < len(names):
             return self.steps[which]
-        for step in self.steps:
-            if step.name == which:
-                return step
-        raise KeyError(f"graph {self.index} has the steps {[step.name for step in self.steps]}, not {which!r}")
+        raise LookupError(
+            f"graph {self.index} has no step {which!r}: give one of {', '.join(names)}, or a place from "
+            f"{-len(names)} to {len(names) - 1}"
+        )
 
 
 class Inspection:
@@ -97,13 +100,20 @@ class Inspection:
     def __init__(self, graphs: Sequence[Graph], recorded: RankRecord | None = None) -> None:
         self.graphs, self.recorded = tuple(graphs), recorded
 
+    def graph(self, place: int) -> Graph:
+        """A graph by its place. Raises LookupError for others."""
+        count = len(self.graphs)
+        if not isinstance(place, int) or not -count <= place < count:
+            raise LookupError(f"there is no graph {place!r}: the model has the graphs 0 to {count - 1}")
+        return self.graphs[place]
+
     def print(self, step: int | str = -1, graph: int = 0) -> None:
         """Prints the program after a step: the last one by default, 0 as captured, or that of the pass of that name."""
-        builtins.print(self.graphs[graph].step(step).text)
+        builtins.print(self.graph(graph).step(step).text)
 
     def diff(self, before: int | str, after: int | str, graph: int = 0) -> str:
         """The unified diff between the programs of two steps."""
-        steps = [self.graphs[graph].step(which) for which in (before, after)]
+        steps = [self.graph(graph).step(which) for which in (before, after)]
         old, new = (step.text.splitlines(keepends=True) for step in steps)
         return "".join(difflib.unified_diff(old, new, steps[0].name, steps[1].name))
 
@@ -123,14 +133,14 @@ class Inspection:
 
     def draw(self, path: str | Path, step: int | str = -1, graph: int = 0) -> None:
         """Draws the program after a step as an SVG file; needs pydot and graphviz."""
-        draw_svg(read(self.graphs[graph].step(step).text), Path(path))
+        draw_svg(read(self.graph(graph).step(step).text), Path(path))
 
     def report(self, path: str | Path, plan: Plan | None = None) -> Path:
         """Writes one HTML file that shows all of it in a browser, without a network; returns its path.
 
-        With a `zerofx.Plan` of the same training, its figures stand beside those of the graphs.
-
-        It shows this rank's programs; `zerofx.compile(..., record="folder")` keeps those of all ranks, to be compared.
+        In a folder that is there the file is called report.html. With a `zerofx.Plan` of the same training, its figures
+        stand beside those of the graphs. It shows this rank's programs; `zerofx.compile(..., record="folder")` keeps
+        those of all ranks, to be compared.
         """
         return write_report(path, [self._recorded()], plan)
 
@@ -163,7 +173,7 @@ def inspect(model: nn.Module) -> Inspection:
         )
     if not engine.captures:
         raise ValueError("nothing has been captured yet: call the model once")
-    captures = [capture for capture in engine.captures if capture.steps]
+    captures = model_first(capture for capture in engine.captures if capture.steps)
     graphs = [Graph(index, each.kind, tuple(each.steps), each.blocks) for index, each in enumerate(captures)]
     return Inspection(graphs, rank_record(engine, model, captures))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 from typing import Any
 
@@ -17,6 +18,8 @@ from zerofx.mpu import DATA, MODEL, PIPELINE, TENSOR, Kind, Said, disagreement, 
 from zerofx.unsupported import refuse_dimensions
 
 AXES = ("pp", "dp", "tp")
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets, from which the default process group is made."""
 
 
 class Mesh:
@@ -122,6 +125,12 @@ class Mesh:
 def _arranged(sizes: dict[str, int], kind: str) -> DeviceMesh:
     """A DeviceMesh of all ranks, once these agree on the sizes."""
     if not dist.is_initialized():
+        if missing := [name for name in TORCHRUN if name not in os.environ]:
+            raise ConfigError(
+                f"zerofx.Mesh({_told(sizes)}) needs all ranks, and torchrun has not set {', '.join(missing)}: start "
+                "the script by `python -m torch.distributed.run --nproc-per-node RANKS script.py`, or call "
+                "torch.distributed.init_process_group first"
+            )
         make_default_group("nccl" if kind == "cuda" else "gloo")
     problem = None
     if why := _wrong(sizes, dist.get_world_size()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn, optim
@@ -14,7 +14,7 @@ from zerofx.boundary import clip_factor, totals, update
 from zerofx.engine import Engine
 from zerofx.notes import note_call
 from zerofx.scaling import DynamicLossScale, LossScale
-from zerofx.step_arguments import StepArguments, agreed_engine, defers, device_of, scale_asked
+from zerofx.step_arguments import StepArguments, agreed_engine, defers, device_of, refuse_call, scale_asked
 from zerofx.step_fused import refuse_hooks
 from zerofx.updates import Updates
 
@@ -48,6 +48,7 @@ def train_step(
     scheduler: Any = None,
     fuse_optimizer: bool = False,
     callback: Callable[..., Any] | None = None,
+    **others: Never,
 ) -> TrainStep:
     """A function that trains a compiled model on one batch: `result = step(*batch)`. Call it on all ranks together.
 
@@ -84,14 +85,16 @@ def train_step(
             no gradients for hooks to see, and a step that raises may have updated some of them.
         callback: `callback(result, *batch)`, or `callback(result, **batch)` for a mapping, runs behind each step, such
             as a `zerofx.TensorBoard`; ranks may have different ones, or none.
+        others: no other argument is taken.
 
     Raises:
         ConfigError: an argument is not possible, or not the model's.
         RankMismatchError: ranks differ in the arguments.
 
-    A step raises ValueError for a batch that cannot be split, TypeError for a loss that is no scalar, RuntimeError
-    where parameters have gradients already, and LossScaleError where gradients overflow at the smallest scale; on GPUs
-    a few steps later, since no step waits for that. A rank that raises alone ends the others by the watch.
+    A step raises ValueError for a batch that cannot be split and for an iterator with fewer micro-batches left,
+    TypeError for a loss that is no scalar or depends on no parameter that is trained, RuntimeError where parameters
+    have gradients already, and LossScaleError where gradients overflow at the smallest scale; on GPUs a few steps
+    later, since no step waits for that. A rank that raises alone ends the others by the watch.
     """
     arguments = StepArguments(
         "zerofx.train_step",
@@ -105,6 +108,7 @@ def train_step(
         scheduler,
         fuse_optimizer,
         callback,
+        tuple(others),
     )
     return TrainStep(model, agreed_engine(model, arguments), arguments)
 
@@ -122,8 +126,8 @@ class TrainStep:
     def __call__(self, *batch: Any, **named: Any) -> StepResult:
         """Trains on this rank's part of a batch: trees of tensors that share dim 0, or an iterator of micro-batches.
 
-        From an iterator it takes `microbatches` of them, or those that are left; each is a tuple or list of arguments,
-        a mapping of named ones, or the only argument. All ranks must find as many.
+        From an iterator it takes `microbatches` of them; each is a tuple or list of arguments, a mapping of named ones,
+        or the only argument.
         """
         with noting(self.engine):
             result = self._step(batch, named)
@@ -202,12 +206,21 @@ class TrainStep:
 
 def loss_of(model: nn.Module, arguments: StepArguments, part: MicroBatch) -> tuple[Tensor, Any]:
     """A micro-batch's loss as it counts in the sum over all of them, and its weight."""
-    loss = arguments.loss_fn(model, *part.args, **part.kwargs)
+    try:
+        loss = arguments.loss_fn(model, *part.args, **part.kwargs)
+    except TypeError as error:
+        refuse_call(arguments, model, part, error)
+        raise
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"a tensor {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(
             f"loss_fn returned {found} and not a scalar of floating point: return the mean over the micro-batch, or "
             "the sum together with loss_weight"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TypeError(
+            "loss_fn returned a loss that no trained parameter has a part in, so that there is no gradient: return it "
+            "without detach() or item(), and call the model outside of torch.no_grad()"
         )
     if arguments.loss_weight is not None:
         weight = arguments.loss_weight(*part.args, **part.kwargs)

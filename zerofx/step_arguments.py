@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -19,6 +19,8 @@ from zerofx.pipeline import Pipeline
 from zerofx.scaling import DynamicLossScale
 from zerofx.stale import STALE
 from zerofx.step_fused import refuse_fused
+from zerofx.unfit import unfit
+from zerofx.unsupported import STEP_ARGUMENTS, refuse_arguments
 
 ACCUMULATE = ("auto", "defer", "reduce")
 Scale = float | str | DynamicLossScale | None
@@ -39,9 +41,12 @@ class StepArguments:
     scheduler: Any = None
     fuse_optimizer: bool = False
     callback: Callable[..., Any] | None = None
+    others: tuple[str, ...] = ()
 
     def refuse(self) -> None:
         """Raises ConfigError for the first argument that is not possible."""
+        taken = [each.name for each in fields(self) if each.name not in ("caller", "others")]
+        refuse_arguments(self.caller, self.others, taken, STEP_ARGUMENTS)
         if not callable(self.loss_fn):
             self._refuse("loss_fn", "a function of the model and a batch that returns a scalar")
         if self.loss_weight is not None and not callable(self.loss_weight):
@@ -81,6 +86,8 @@ class StepArguments:
             self._refuse("scheduler", "one of torch.optim.lr_scheduler, or None")
         if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             self._refuse("scheduler", "one that counts steps: call ReduceLROnPlateau.step yourself, with its metric")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            self._refuse("scheduler", "one that was built from the optimizer that the step is given: pass that one")
 
     def split(self, engine: Engine, batch: tuple[Any, ...], named: Mapping[str, Any]) -> list[MicroBatch]:
         """The batch in micro-batches: as many as were asked for, or as the model's pipeline runs.
@@ -90,7 +97,7 @@ class StepArguments:
         pipelined = engine.pipelined
         count = self.microbatches if pipelined is None else pipelined.pipeline.microbatches
         fewer = pipelined is not None and self.optimizer is None
-        return micro_batches(batch, named, count, self.loss_weight is not None, fewer)
+        return micro_batches(batch, named, count, self.loss_weight is not None, fewer, rest=self.optimizer is None)
 
     def facts(self) -> Mapping[str, Any]:
         """What must be equal on every rank."""
@@ -186,6 +193,16 @@ def defers(accumulate: str, engine: Engine) -> bool:
         return False
     world = engine.mesh.axis("dp").size
     return settled.deferred + engine.layout.gradient_bytes(world) <= settled.allowed
+
+
+def refuse_call(arguments: StepArguments, model: nn.Module, part: MicroBatch, error: TypeError) -> None:
+    """Raises TypeError where what a step was called with does not fit the parameters of loss_fn."""
+    if why := unfit(arguments.loss_fn, (model, *part.args), part.kwargs):
+        given = ", ".join([*(type(each).__name__ for each in part.args), *part.kwargs])
+        raise TypeError(
+            f"the step was called with ({given}), and loss_fn(model, *batch) does not take that ({why}): call "
+            "step(*batch), where each argument of loss_fn behind the model is one of the step"
+        ) from error
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -61,4 +61,10 @@ def give_methods(model: nn.Module) -> None:
 
 
 def _accumulation(model: nn.Module) -> Accumulation:
-    return cast("Accumulation", model.__dict__["_zerofx_engine"].accumulation)
+    engine = model.__dict__["_zerofx_engine"]
+    if engine.pipelined is not None:
+        raise RuntimeError(
+            "no_sync and set_requires_gradient_sync are for loops, and a pipeline runs in zerofx.train_step, which "
+            "reduces gradients once a step: leave them out, and give the Pipeline more microbatches"
+        )
+    return cast("Accumulation", engine.accumulation)

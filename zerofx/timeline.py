@@ -102,7 +102,8 @@ def timeline(program: Program, machine: Hardware) -> Timeline:
     order of issue on a stream of the group's own. A collective starts when its stream is free and all kernels that were
     issued before it have run, since ProcessGroupNCCL makes its stream wait for the current one; `wait_tensor` holds up
     the kernels behind it. The host issues early enough not to matter, the optimizer is left out, and kernels and
-    collectives that run at the same time do not slow each other down.
+    collectives that run at the same time do not slow each other down; on a CPU collectives take the cores of kernels,
+    which wait for each of them.
 
     Raises ValueError for a program whose parameters are not gathered yet.
     """
@@ -153,6 +154,8 @@ class _Streams:
         sent = ring_bytes(kind, whole, axis.size)
         span = Span(label(node, kind), "collective", axis.group, part, 0, seconds, 0, sent)
         self.ends[node] = self._run(span, ready=self.free[COMPUTE])
+        if self.machine.device == "cpu":
+            self._wait(part, node, node)
 
     def _wait(self, part: str, node: Node, sent: Node) -> None:
         missing = self.ends.get(sent, 0.0) - self.free[COMPUTE]

@@ -117,21 +117,34 @@ def explained(error: BaseException) -> str | None:
     return next((told for words, told in IN_FORWARD.items() if words in str(error)), None)
 
 
+STEP_ARGUMENTS: Mapping[str, str] = {
+    "gradient_accumulation_steps": "DeepSpeed's name for microbatches: pass microbatches",
+    "gradient_clipping": "DeepSpeed's name for clip: pass clip",
+    "max_norm": "clip_grad_norm_'s name for clip: pass clip",
+    "max_grad_norm": "Hugging Face's name for clip: pass clip",
+    "lr_scheduler": "DeepSpeed's name for scheduler: pass scheduler",
+    "grad_scaler": "torch.amp's: pass loss_scale='dynamic', the step scales the loss itself",
+    "scaler": "torch.amp's: pass loss_scale='dynamic', the step scales the loss itself",
+}
+"""Arguments of other libraries that belong to `zerofx.train_step`, and what to do."""
+
+
 def without(feature: str) -> str:
     """The feature, that it is missing, and the remedy."""
     return f"{feature}, which zerofx does not have: {MISSING[feature]}"
 
 
-def refuse_arguments(given: Collection[str], known: Sequence[str]) -> None:
-    """Raises ConfigError for the first argument given that `zerofx.compile`, which takes the `known`, does not take."""
+def refuse_arguments(caller: str, given: Collection[str], known: Sequence[str], others: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first argument given, which the `caller` does not take.
+
+    It takes the `known`; the `others` are those of other libraries.
+    """
     for name in given:
-        if name in ARGUMENTS:
-            told = ARGUMENTS[name]
-            raise ConfigError(f"zerofx.compile({name}=...) is {without(told) if told in MISSING else told}")
+        if name in others:
+            told = others[name]
+            raise ConfigError(f"{caller}({name}=...) is {without(told) if told in MISSING else told}")
         (close,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
-        raise ConfigError(
-            f"zerofx.compile takes no argument {name!r}, only {', '.join(known)}: the closest one is {close!r}"
-        )
+        raise ConfigError(f"{caller} takes no argument {name!r}, only {', '.join(known)}: the closest one is {close!r}")
 
 
 def refuse_stages(stage: object) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from zerofx import _torch
 from zerofx.check_model import tensors_in
 from zerofx.pipeline import PipelineError
+from zerofx.unfit import unfit, untraced
 
 Kind = str
 """What an input of a graph is: `param`, `buffer`, `batch` or `constant`."""
@@ -113,15 +114,20 @@ class WithoutData:
         compiled = torch.compile(
             _torch.own_code(call), backend=backend, fullgraph=True, dynamic=False, **_torch.own_limit()
         )
-        with self.mode, autocast(), torch.enable_grad():
+        with self.mode, autocast(), torch.enable_grad(), _torch.quiet_tracing():
             args, kwargs = tree_map_only(Tensor, self.blank, (args, dict(kwargs)))
             try:
                 result = compiled(*args, **kwargs)
             except Exception as error:
+                if why := unfit(model.forward, args, kwargs):
+                    raise PipelineError(
+                        f"the model does not take what it is called with ({why}): give example_inputs=(args, kwargs) "
+                        "as in a call of the model"
+                    ) from None
                 breaks = "take what breaks the graph out of the forward, or mend example_inputs if they do not fit it"
                 raise PipelineError(
                     "the model cannot be cut into stages, because torch.compile makes no single graph of its forward "
-                    f"on example_inputs: {_reason(error)}; {breaks}"
+                    f"on example_inputs: {untraced(error)}; {breaks}"
                 ) from None
         if "gm" not in found:
             raise PipelineError("the model cannot be cut into stages: its forward computes nothing")
@@ -185,12 +191,3 @@ def _name(path: str) -> str:
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(g for g in m.groups() if g), path
     )
     return path.strip(".")
-
-
-def _reason(error: BaseException) -> str:
-    """What torch.compile says of it first, and the line of the model's code where it is."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
-    why = next((line for line in lines if line.startswith("Explanation: ")), "").removeprefix("Explanation: ")
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
-    where = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
-    return f"{lines[0]}{': ' if why else ''}{why.rstrip('.')}{where}"

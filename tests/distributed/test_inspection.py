@@ -73,7 +73,12 @@ def test_each_graph_has_its_kind_and_its_steps_by_name(seen: Seen) -> None:
     assert [step.name for step in inference.steps] == [name for name in STEPS if name != "partition"]
     assert train.step("merge-reads") is train.steps[2] and train.step(-1) is train.steps[-1]
     assert 0 < train.seconds < 60
-    has(message(lambda: train.step("fuse"), KeyError), ["graph 0 has the steps", "'insert-all-gather'", "'fuse'"])
+    has(
+        message(lambda: train.step("fuse"), LookupError),
+        ["graph 0 has no step 'fuse'", "insert-all-gather", "-14 to 13"],
+    )
+    has(message(lambda: seen.inspection.print(14), LookupError), ["graph 0 has no step 14", "-14 to 13"])
+    has(message(lambda: seen.inspection.diff(0, 1, graph=2), LookupError), ["no graph 2", "the graphs 0 to 1"])
 
 
 def test_the_program_after_any_step_is_printed(seen: Seen) -> None:

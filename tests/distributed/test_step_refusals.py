@@ -73,6 +73,11 @@ REFUSALS = {
         FUSED,
         lambda model: optim.Adam(model.parameters(), differentiable=True),
     ),
+    "another optimizer's scheduler": Refusal(
+        ("built from the optimizer that the step is given",),
+        scheduler=lambda opt: optim.lr_scheduler.StepLR(adam(OTHER), 1),
+    ),
+    "an unknown name": Refusal(("'micro_batches'", "closest one is 'microbatches'"), {"micro_batches": 2}),
     "no scheduler": Refusal(("one of torch.optim.lr_scheduler",), scheduler=lambda opt: 3),
 }
 
@@ -160,5 +165,5 @@ def differing_iterators() -> None:
 
 
 def test_ranks_whose_iterators_differ_end_with_the_reason(pool: Callable[[int], Pool]) -> None:
-    with pytest.raises(RankError, match=r"ranks issue different collectives, and would hang .*the loss and the norm"):
+    with pytest.raises(RankError, match="the iterator had 2 micro-batches left, and the step takes 3"):
         pool(2).run(differing_iterators, timeout=60)

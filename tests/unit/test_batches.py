@@ -24,8 +24,8 @@ class Sample:
     name: str = "all"
 
 
-def split(*args: Any, count: int = 2, weighted: bool = False, **named: Any) -> list[MicroBatch]:
-    return micro_batches(args, named, count, weighted)
+def split(*args: Any, count: int = 2, weighted: bool = False, rest: bool = False, **named: Any) -> list[MicroBatch]:
+    return micro_batches(args, named, count, weighted, rest=rest)
 
 
 def rows(count: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_an_iterator_gives_micro_batches_weighed_by_their_rows() -> None:
     first, second = split(iterator)
     assert [len(each) for each in first.args] == [3, 3] and len(second.kwargs["x"]) == 1
     assert (first.share, second.share) == (0.75, 0.25)
-    (last,) = split(iterator)
+    (last,) = split(iterator, rest=True)
     assert len(last.args[0]) == 4 and last.share == 1.0
     with pytest.raises(ValueError, match="no micro-batch left: make a new one"):
         split(iterator)
@@ -86,8 +86,8 @@ def test_one_micro_batch_is_the_batch_itself() -> None:
 
 def test_a_mask_for_all_rows_in_a_drawn_micro_batch_needs_a_weight() -> None:
     with pytest.raises(ValueError, match="argument 0 has 4, argument 1 has 1: pass loss_weight"):
-        split(iter([(rows(4), rows(1))]))
-    assert len(split(iter([(rows(4), rows(1))]), weighted=True)) == 1
+        split(iter([(rows(4), rows(1))] * 2))
+    assert len(split(iter([(rows(4), rows(1))]), weighted=True, rest=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_a_mask_for_all_rows_in_a_drawn_micro_batch_needs_a_weight() -> None:
         ((rows(1),), "a batch of 1 rows cannot be split into 2 micro-batches"),
         ((rows(0),), "a batch of 0 rows cannot be split"),
         (("text", torch.tensor(1)), "holds no tensor that could be split"),
+        ((iter([rows(2)]),), "the iterator had 1 micro-batches left, and the step takes 2: give it a multiple of 2"),
         ((iter([rows(2), rows(0)]),), "micro-batch 1 of the iterator has no rows"),
     ],
 )

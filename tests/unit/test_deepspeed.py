@@ -148,6 +148,18 @@ def test_sections_that_are_off_ask_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "betas is 0.9: it must be a list of two numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, "params.lr is 'fast': it must be a number"),
+        ({"optimizer": {"type": "Adam", "params": {"weight_decy": 0}}}, "weight_decy is 0: .* one is 'weight_decay'"),
+        ({"optimizer": {"type": "Adam", "params": [3]}}, r"optimizer.params is \[3\]: it must be an object of keys"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "x"}}},
+            "num_steps is 'x': it must be a num",
+        ),
+        ({"zero_optimization": [3]}, r"zero_optimization is \[3\]: it must be an object of keys, such as"),
+        ({"pipeline": {"stages": "x"}}, "pipeline.stages is 'x': it must be an int, 1 or more"),
+        ({"communication_data_type": [1]}, r"communication_data_type is \[1\]: it must be one of 'fp32'"),
+        ({3: 4}, "the key 3 is no string"),
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is .*the closest one is 'zero_optimization"),
         ({ZERO: {"stages": 3}}, "zero_optimization.stages is 3: .*'zero_optimization.stage'"),
         ({ZERO: {"stage": 4}}, "stage is 4: it must be one of 0, 1, 2, 3"),

@@ -21,7 +21,7 @@ from zerofx.reporting.build import build
 from zerofx.reporting.compare import differences, named
 from zerofx.reporting.lines import Lines, text_of
 from zerofx.reporting.measures import measures_of, measures_of_text
-from zerofx.reporting.recording import RecordError, read_ranks, write_rank
+from zerofx.reporting.recording import RankRecord, RecordError, clear_beyond, read_ranks, write_rank
 from zerofx.reporting.rows import Rows
 from zerofx.reporting.terminal import show_run
 from zerofx.text import parse, show
@@ -108,6 +108,62 @@ def test_the_first_difference_of_two_programs_is_told() -> None:
         ((0,), "aten.relu.default(op_0_0)"),
         ((1,), "aten.gelu.default(op_0_0)"),
     ]
+
+
+def batch_of(rows: int, offset: str, differs: bool = False, rank: int = 0) -> RankRecord:
+    """A rank whose batch has so many rows, and an offset in its storage that is an input unless it is 0."""
+    text = f"mesh(dp=2)\n\ndef inference(s77: sym({rows}){offset}, x: f32[s77, 4]):\n"
+    text += f"    y: f32[s77, 4] = aten.{'tanh' if differs else 'relu'}.default(x)\n    return [y @ out]\n"
+    one = record(1, rank)
+    return replace(one, graphs=(replace(one.graphs[0], steps=(Step("capture", text, 0.0),), origins={}),))
+
+
+def test_other_sizes_and_offsets_of_batches_are_no_difference() -> None:
+    first, second = batch_of(8, ""), batch_of(9, ", offset: sym(s2, 12)", rank=1)
+    assert differences([first, second]) == []
+    (program,) = build([first, second])["programs"]
+    assert program["ranks"] == [0, 1]
+    (found,) = differences([first, batch_of(8, ", offset: sym(s2, 12)", differs=True, rank=1)])
+    assert found.what == (
+        "graph 0 after capture, first in line 4 (all issue the same collectives, so that no rank waits for another)"
+    )
+    assert found.groups == (
+        ((0,), "y: f32[s77, 4] = aten.relu.default(x)"),
+        ((1,), "y: f32[s77, 4] = aten.tanh.default(x)"),
+    )
+
+
+def test_programs_beside_the_model_come_last(tmp_path: Path) -> None:
+    one = record(1)
+    gather = replace(one.graphs[0], kind="gather")
+    write_rank(tmp_path, replace(one, graphs=(gather, replace(one.graphs[0], index=1))))
+    (found,) = read_ranks(tmp_path)
+    assert [(graph.index, graph.kind) for graph in found.graphs] == [(0, "inference"), (1, "gather")]
+    labels = [program["label"] for program in build([found])["programs"]]
+    assert labels == ["graph 0 · inference · rank 0", "graph 1 · gather beside the model's graphs · rank 0"]
+
+
+def test_ranks_of_an_earlier_run_are_gone(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_rank(tmp_path, record(1, rank))
+    clear_beyond(tmp_path, 2)
+    assert [each.head.rank for each in read_ranks(tmp_path)] == [0, 1]
+    assert sorted(file.parent.name for file in tmp_path.glob("*/*.gz")) == [
+        "rank-00000",
+        "rank-00000",
+        "rank-00001",
+        "rank-00001",
+    ]
+
+
+def test_sizes_that_are_symbols_are_measured_by_their_values_or_said_to_be_missing() -> None:
+    text = batch_of(8, "").graphs[0].steps[0].text
+    assert measures_of_text(text).memory[0].storages == (("y", 0, 8 * 4 * 4, 2, 3),)
+    unknown = measures_of_text(text.replace("sym(8)", "sym(s77)").replace("s77:", "n:"))
+    assert "cannot be measured" in unknown.missing
+    one = record(1)
+    program = build([replace(one, graphs=(replace(one.graphs[0], measures=unknown),))])["programs"][0]
+    assert unknown.missing in program["words"]
 
 
 def test_settings_missing_ranks_and_problems_are_told() -> None:

@@ -9,16 +9,31 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
+import zerofx
 from zerofx.api import TAKEN
 from zerofx.config import ConfigError
-from zerofx.unsupported import ARGUMENTS, refuse_arguments, refuse_dimensions, refuse_stages, wrapper_of
+from zerofx.unsupported import (
+    ARGUMENTS,
+    STEP_ARGUMENTS,
+    refuse_arguments,
+    refuse_dimensions,
+    refuse_stages,
+    wrapper_of,
+)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_of_other_libraries_are_named_with_a_remedy(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^zerofx\.compile\({name}=\.\.\.\) is [^\n]+: [^\n]+$"):
-        refuse_arguments([name], TAKEN)
+        refuse_arguments("zerofx.compile", [name], TAKEN, ARGUMENTS)
     assert name not in TAKEN
+
+
+@pytest.mark.parametrize("name", STEP_ARGUMENTS)
+def test_arguments_of_steps_elsewhere_are_named_with_a_remedy(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^zerofx\.train_step\({name}=\.\.\.\) is [^\n]+: pass [^\n]+$"):
+        refuse_arguments("zerofx.train_step", [name], TAKEN, STEP_ARGUMENTS)
+    assert name not in inspect.signature(zerofx.train_step).parameters
 
 
 @pytest.mark.parametrize("function", [fully_shard, FullyShardedDataParallel.__init__])
@@ -30,7 +45,7 @@ def test_all_arguments_of_fsdp_are_known(function: Callable[..., object]) -> Non
 @pytest.mark.parametrize(("given", "close"), [("bucket_size", "bucket_mb"), ("stge", "stage"), ("zzz", "")])
 def test_an_unknown_argument_is_answered_with_the_closest(given: str, close: str) -> None:
     with pytest.raises(ConfigError, match=f"takes no argument '{given}', only stage, .*: the closest one is '{close}"):
-        refuse_arguments([given], TAKEN)
+        refuse_arguments("zerofx.compile", [given], TAKEN, ARGUMENTS)
 
 
 @pytest.mark.parametrize(

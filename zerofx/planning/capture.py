@@ -48,6 +48,8 @@ class Shapes:
         self.mode = _torch.fake_tensors()
         with self.mode, _NoData():
             self.model = model_fn()
+            if not isinstance(self.model, nn.Module):
+                raise ModelError(f"model_fn must return a torch.nn.Module, not {type(self.model).__name__}")
             refuse_model(self.model)
             self.inputs = tree_map_only(torch.Tensor, on_cpu, list(batch))
             tensors = (*self.model.parameters(), *self.model.buffers())

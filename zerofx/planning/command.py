@@ -16,7 +16,8 @@ from zerofx.config import ConfigError, ModelError
 from zerofx.pipeline import SCHEDULES, Pipeline
 from zerofx.planning import hardware, presets
 from zerofx.planning.plan import plan
-from zerofx.planning.show import draw, front, tables
+from zerofx.planning.show import draw, front, matplotlib, tables
+from zerofx.reporting.console import console_for
 
 Found = tuple[Callable[[], Any], Sequence[Any]]
 """What makes the model, and the batch of one rank."""
@@ -46,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Plans what the arguments ask for; returns the exit status, 1 for what cannot be planned."""
-    console = Console()
-    if not given.preset or not given.world:
+    console = console_for(sys.stdout)
+    if not given.preset or given.world is None:
         print(f"python -m zerofx plan needs --preset and --world: presets are {', '.join(names())}", file=sys.stderr)
         return 1
     try:
+        _look_ahead(given)
         machine = hardware.load(given.hardware)
         precision = given.precision or ("bf16" if "bf16" in machine.peak else "fp16")
         model_fn, batch = _find(given)
@@ -59,7 +61,7 @@ def run(given: argparse.Namespace) -> int:
             console.print(front(best))
             return 0 if best.front else 1
         pipeline = None
-        if given.pipeline > 1:
+        if given.pipeline != 1:
             pipeline = Pipeline(given.pipeline, given.schedule, given.microbatches)
         with Console(stderr=True).status(f"planning {given.preset} on {given.world:,} ranks"):
             found = plan(
@@ -84,6 +86,19 @@ def run(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _look_ahead(given: argparse.Namespace) -> None:
+    """Raises for what would only be missed when the plan is made."""
+    if given.png:
+        matplotlib()
+    for path in (given.json, given.png):
+        if path and (not path.absolute().parent.is_dir() or path.is_dir()):
+            raise ConfigError(f"{path} cannot be written: give the name of a file in a folder that is there")
+    for name in ("batch", "sequence"):
+        count = getattr(given, name)
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name} {count} is not possible: give 1 or more")
 
 
 def names() -> list[str]:

@@ -138,8 +138,13 @@ def _made(name: str, read: dict[str, Any]) -> Hardware:
     return Hardware(name=name, **read)
 
 
-H100 = load("h100-8x400g")
-"""What timelines and pipelines are foreseen on where nothing else is said."""
+H100, CPU = load("h100-8x400g"), load("cpu")
+"""What is foreseen for where nothing else is said: pipelines for the first, timelines by the device of the run."""
+
+
+def machine_of(device: str) -> Hardware:
+    """What a run on devices of that type is foreseen for."""
+    return CPU if device == "cpu" else H100
 
 
 def text(hardware: Hardware) -> str:

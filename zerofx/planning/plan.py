@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zerofx.config import Config, ConfigError
+from zerofx import _torch
+from zerofx.config import Config, ConfigError, ModelError, refusal
 from zerofx.pipeline import Pipeline
 from zerofx.planning import search as layouts
 from zerofx.planning.borders import borders
 from zerofx.planning.capture import Asked, Shapes
-from zerofx.planning.hardware import Hardware, load
+from zerofx.planning.hardware import Hardware, load, names
 from zerofx.planning.pipelines import plan_stages, run_pipeline
 from zerofx.planning.rates import peak
 from zerofx.planning.replay import Streams
@@ -27,6 +30,7 @@ from zerofx.planning.stored import Stored
 from zerofx.planning.tape import Tape
 from zerofx.planning.tensors import note_exchanges, sliced
 from zerofx.planning.traced_search import search_traced
+from zerofx.unfit import untraced
 
 ModelFn = Callable[[], nn.Module]
 
@@ -98,21 +102,22 @@ def plan(  # type: ignore[misc]
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or ranks and micro-batches do not divide.
-        ModelError: the model cannot be sharded, or its step has no backward.
+        ModelError: the model cannot be sharded, or its step cannot be traced or has no backward.
     """
     given = {name: value for name, value in locals().items() if name not in ("model_fn", "batch", "loss_fn")}
-    machine = load(hardware)
+    machine = _checked(model_fn, batch, pipeline, loss_fn, hardware)
     if search is not False:
         return _searched(model_fn, batch, world, machine, precision, search, loss_fn)
-    config = Config(
-        stage=stage,
-        precision=precision,
-        recompute=recompute,
-        persist_below=persist_below,
-        bucket_mb=bucket_mb,
-        prefetch=prefetch,
-        reduce_dtype=reduce_dtype,
-    )
+    with _in_own_words():
+        config = Config(
+            stage=stage,
+            precision=precision,
+            recompute=recompute,
+            persist_below=persist_below,
+            bucket_mb=bucket_mb,
+            prefetch=prefetch,
+            reduce_dtype=reduce_dtype,
+        )
     count = microbatches if pipeline is None else pipeline.microbatches
     across = 1 if pipeline is None else pipeline.ranks
     _check(world=world, tensor=tensor, microbatches=count)
@@ -123,15 +128,16 @@ def plan(  # type: ignore[misc]
     shapes = Shapes(model_fn, micro_batch(batch, count))
     asked = Asked(config, world // (tensor * across), "gloo" if machine.device == "cpu" else "nccl", loss_fn)
     ranks = (("dp", asked.world), ("tp", tensor), ("pp", across))
-    if pipeline is None:
-        tape = _tape(shapes, asked, count)
-        stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
-        bubble = 0.0
-    else:
-        tape = shapes.tape(replace(asked, world=1))
-        run = run_pipeline(shapes, asked, pipeline, tensor, machine)
-        stages, seconds = plan_stages(shapes, asked, run, tensor, machine)
-        bubble = run.simulated.bubble
+    with _in_own_words():
+        if pipeline is None:
+            tape = _tape(shapes, asked, count)
+            stages, seconds = _alone(shapes, asked, tape, count, tensor, machine)
+            bubble = 0.0
+        else:
+            tape = shapes.tape(replace(asked, world=1))
+            run = run_pipeline(shapes, asked, pipeline, tensor, machine)
+            stages, seconds = plan_stages(shapes, asked, run, tensor, machine)
+            bubble = run.simulated.bubble
     rows, tokens = rows_of(batch)
     flops = tape.model_flops * count * asked.world
     most = world * peak(machine, precision) * seconds
@@ -236,6 +242,40 @@ def micro_batch(batch: Sequence[Any], count: int) -> list[Any]:
     return found
 
 
+def _checked(model_fn: object, batch: object, pipeline: object, loss_fn: object, hardware: Any) -> Hardware:
+    """The machine. Raises ConfigError for an argument of another kind than plan takes."""
+    if not callable(model_fn) or isinstance(model_fn, nn.Module):
+        _refuse("model_fn", _kind(model_fn), "a function that makes the model, such as lambda: Model(), and no model")
+    if not isinstance(batch, (tuple, list)):
+        _refuse("batch", _kind(batch), "a tuple of what a step is called with, such as (x,) for one tensor")
+    if pipeline is not None and not isinstance(pipeline, Pipeline):
+        _refuse("pipeline", pipeline, "a zerofx.Pipeline, such as zerofx.Pipeline(4, microbatches=8), or None")
+    if loss_fn is not None and not callable(loss_fn):
+        _refuse("loss_fn", loss_fn, "a function of the model and a batch that returns a scalar, or None")
+    if not isinstance(hardware, (str, Path, Hardware)):
+        _refuse("hardware", hardware, f"one of {', '.join(names())}, a TOML file, or a Hardware")
+    return load(hardware)
+
+
+def _kind(value: object) -> str:
+    return value if isinstance(value, str) else type(value).__name__
+
+
+@contextmanager
+def _in_own_words() -> Iterator[None]:
+    """Says of plan what training would say of compile, and in a sentence where a step cannot be traced."""
+    try:
+        with _torch.quiet_tracing():
+            yield
+    except ConfigError as error:
+        raise error if error.told is None else refusal("zerofx.plan", *error.told) from None
+    except Exception as error:
+        if not _torch.is_tracing_error(error):
+            raise
+        remedy = "give a batch that the model, or loss_fn, takes, and code that torch.compile traces as one graph"
+        raise ModelError(f"the step to plan cannot be traced: {untraced(error)}; {remedy}") from None
+
+
 def _check(**counts: Any) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
@@ -243,4 +283,4 @@ def _check(**counts: Any) -> None:
 
 
 def _refuse(field: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"zerofx.plan({field}={value!r}) is not possible: {field} must be {allowed}")
+    raise refusal("zerofx.plan", field, value, allowed)

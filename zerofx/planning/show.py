@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -94,13 +96,17 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def draw(plan: Plan, path: str | Path) -> None:
-    """Writes the memory over time of the ranks that hold most as a PNG file; needs matplotlib."""
+def matplotlib() -> Any:
+    """Raises RuntimeError where it is missing."""
     try:
-        import matplotlib as mpl
+        return importlib.import_module("matplotlib")
     except ImportError:
         raise RuntimeError("drawing a plan needs matplotlib: pip install 'zerofx[bench]'") from None
-    mpl.use("Agg")
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+    """Writes the memory over time of the ranks that hold most as a PNG file; needs matplotlib."""
+    matplotlib().use("Agg")
     from matplotlib import pyplot
 
     curve = plan.fullest.curve

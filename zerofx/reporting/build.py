@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofx.layout import rows_at
 from zerofx.reporting import compare
+from zerofx.reporting.canonical import canonical
 from zerofx.reporting.lines import runs_of
 from zerofx.reporting.measures import Memory
 from zerofx.reporting.recording import GraphRecord, RankRecord
@@ -39,13 +40,24 @@ def build(ranks: Sequence[RankRecord]) -> dict[str, Any]:
 def _distinct(ranks: Sequence[RankRecord]) -> list[tuple[list[RankRecord], GraphRecord]]:
     """The programs that are not the same, each with the ranks that have it."""
     found: dict[bytes, tuple[list[RankRecord], GraphRecord]] = {}
+    known: dict[tuple[str, ...], bytes] = {}
     for rank in ranks:
         for graph in rank.graphs:
-            digest = hashlib.sha256(f"{graph.index} {graph.kind} {graph.name}".encode())
-            for step in graph.steps:
-                digest.update(f"\0{step.name}\0{step.text}".encode())
-            found.setdefault(digest.digest(), ([], graph))[0].append(rank)
+            texts = (str(graph.index), graph.kind, graph.name, *(step.text for step in graph.steps))
+            if texts not in known:
+                known[texts] = _digest(graph)
+            found.setdefault(known[texts], ([], graph))[0].append(rank)
     return sorted(found.values(), key=lambda each: (each[0][0].head.place.get("pp", 0), each[1].index))
+
+
+def _digest(graph: GraphRecord) -> bytes:
+    """The same for programs that ranks share."""
+    digest = hashlib.sha256(f"{graph.index} {graph.kind} {graph.name}".encode())
+    for step in graph.steps:
+        digest.update(f"\0{step.name}".encode())
+        for row in canonical(step.text):
+            digest.update(f"\0{row.compared}".encode())
+    return digest.digest()
 
 
 def _program(having: Sequence[RankRecord], graph: GraphRecord, world: int) -> dict[str, Any]:
@@ -76,7 +88,8 @@ def _program(having: Sequence[RankRecord], graph: GraphRecord, world: int) -> di
 def _label(having: Sequence[RankRecord], graph: GraphRecord, world: int) -> str:
     ranks = [each.head.rank for each in having]
     who = "all ranks" if len(ranks) == world > 1 else compare.named(ranks)
-    return f"{graph.name or f'graph {graph.index}'} · {graph.kind} · {who}"
+    beside = "" if graph.kind in ("train", "inference") else " beside the model's graphs"
+    return f"{graph.name or f'graph {graph.index}'} · {graph.kind}{beside} · {who}"
 
 
 def _numbered(values: Any) -> dict[str, int]:

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from zerofx.manager import Step
+from zerofx.reporting.canonical import Row, canonical
 from zerofx.reporting.recording import GraphRecord, RankRecord
+from zerofx.textgraph import read
 
 STALE_SECONDS = 600.0
+ENDED = Row("", "(the program has ended)")
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,36 @@ def _programs(place: int, having: Sequence[tuple[int, GraphRecord]]) -> Iterator
         if found := list(_grouped(f"the next pass over graph {place}", names)):
             yield from found
             return
-        texts = [step.text.splitlines() for step in steps]
-        if any(text != texts[0] for text in texts):
-            line = next(i for i, rows in enumerate(zip_longest(*texts)) if any(row != rows[0] for row in rows))
-            values = [
-                (rank, text[line].strip() if line < len(text) else "(the program has ended)")
-                for (rank, _), text in zip(having, texts, strict=True)
-            ]
-            where = f"graph {place} after {steps[0].name}, first in line {line + 1}"
-            yield from _grouped(where, values)
-            return
+        if len({step.text for step in steps}) == 1:
+            continue
+        for rows in zip_longest(*(canonical(step.text) for step in steps), fillvalue=ENDED):
+            groups: dict[str, list[int]] = defaultdict(list)
+            for (rank, _), row in zip(having, rows, strict=True):
+                groups[row.compared].append(rank)
+            if len(groups) > 1:
+                written = {row.compared: row.written for row in reversed(rows)}
+                yield Difference(
+                    _where(place, steps[0], rows[0].written, having),
+                    tuple((tuple(members), written[each]) for each, members in groups.items()),
+                )
+                return
+
+
+def _where(place: int, step: Step, written: str, having: Sequence[tuple[int, GraphRecord]]) -> str:
+    """The line of the first rank's text, and whether collectives are the same, so that ranks do not wait for others."""
+    line = next((n for n, each in enumerate(step.text.splitlines(), 1) if written.rstrip(",") in each), 0)
+    same = len({_sent(graph.steps[-1]) for _, graph in having}) == 1
+    told = " (all issue the same collectives, so that no rank waits for another)" if same else ""
+    return f"graph {place} after {step.name}, first in line {line}{told}"
+
+
+def _sent(step: Step) -> tuple[Hashable, ...]:
+    """The collectives that a program issues."""
+    return tuple(
+        (graph.name, line.target, line.type, line.role, line.params, line.args[-1])
+        for graph in read(step.text).graphs
+        for line in graph.sent
+    )
 
 
 def _grouped(what: str, values: Sequence[tuple[int, str]]) -> Iterator[Difference]:

@@ -22,8 +22,10 @@ SCRIPTS = ("data.js", "graph.js", "passes.js", "plots.js", "tables.js", "app.js"
 
 
 def write_report(path: str | Path, ranks: Sequence[RankRecord], plan: Plan | None = None) -> Path:
-    """Writes the file and returns its path; with a plan, what it says stands beside what was recorded."""
+    """Writes the file, in a folder report.html, and returns its path; a plan's figures stand beside those recorded."""
     target = Path(path)
+    if target.is_dir():
+        target = target / "report.html"
     target.parent.mkdir(parents=True, exist_ok=True)
     data = build(ranks)
     if plan is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.liveness import Life, forward_life, halves
-from zerofx.planning.hardware import H100, Hardware
+from zerofx.planning.hardware import CPU, Hardware
 from zerofx.program import Program
 from zerofx.read import TextError
 from zerofx.text import parse
@@ -50,7 +50,7 @@ class Measures:
     missing: str = ""
 
 
-def measures_of(program: Program, machine: Hardware = H100) -> Measures:
+def measures_of(program: Program, machine: Hardware = CPU) -> Measures:
     """The numbers of a program behind its last pass; passes of others may make what has none."""
     try:
         return Measures(_memory(program), machine.name, timeline(program, machine).spans)
@@ -58,10 +58,10 @@ def measures_of(program: Program, machine: Hardware = H100) -> Measures:
         return Measures(missing=f"This program cannot be measured: {type(error).__name__}: {error}")
 
 
-def measures_of_text(text: str) -> Measures:
+def measures_of_text(text: str, machine: Hardware = CPU) -> Measures:
     """Those of a program of which only the text is left."""
     try:
-        return measures_of(parse(text))
+        return measures_of(parse(text), machine)
     except TextError as error:
         return Measures(missing=f"This program cannot be measured from its text: {error}")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerofx.config import Config, ConfigError
 from zerofx.layout import Layout
-from zerofx.reporting.recording import Head, RankRecord, clear, graph_record, write_graph, write_head
+from zerofx.reporting.recording import Head, RankRecord, clear, clear_beyond, graph_record, write_graph, write_head
 from zerofx.stage_report import PipelineReport
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class Recorder:
         fill(self.head, engine)
         self._write()
 
-    def graph(self, index: int, capture: Capture) -> None:
-        """Adds a graph that has been compiled."""
+    def graph(self, index: int, capture: Capture, device: str) -> None:
+        """Adds a graph that has been compiled for devices of that type."""
         if not self.broken:
             try:
-                write_graph(self.folder, self.head.rank, graph_record(index, capture))
+                write_graph(self.folder, self.head.rank, graph_record(index, capture, device))
             except OSError as error:
                 self._give_up(error)
 
@@ -70,6 +70,8 @@ def recorder(folder: object, model: nn.Module, config: Config) -> Recorder:
     try:
         path.mkdir(parents=True, exist_ok=True)
         clear(path, head.rank)
+        if head.rank == 0:
+            clear_beyond(path, head.world)
         write_head(path, head)
     except OSError as error:
         raise ConfigError(
@@ -99,7 +101,8 @@ def rank_record(engine: Engine, model: nn.Module, captures: Sequence[Capture]) -
     """What this rank would have recorded so far."""
     head = head_of(model, engine.config)
     fill(head, engine)
-    return RankRecord(head, tuple(graph_record(index, each) for index, each in enumerate(captures)))
+    device = engine.device.type
+    return RankRecord(head, tuple(graph_record(index, each, device) for index, each in enumerate(captures)))
 
 
 def params_of(layout: Layout) -> list[dict[str, Any]]:

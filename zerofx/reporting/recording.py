@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zerofx.manager import Step
 from zerofx.origins import Origins, origins_of
+from zerofx.planning.hardware import machine_of
 from zerofx.records import read_json, write_json
 from zerofx.reporting.lines import Lines, text_of
 from zerofx.reporting.measures import Measures, measures_from, measures_of_text, measures_told
@@ -66,11 +67,19 @@ class RankRecord:
     graphs: tuple[GraphRecord, ...] = ()
 
 
-def graph_record(index: int, capture: Any) -> GraphRecord:
-    """The record of a `Capture` whose passes have run."""
-    measures = measures_of_text(capture.steps[-1].text)
+def graph_record(index: int, capture: Any, device: str) -> GraphRecord:
+    """The record of a `Capture` whose passes have run, for a run on devices of that type."""
+    measures = measures_of_text(capture.steps[-1].text, machine_of(device))
     blocks = tuple(map(dict, capture.blocks))
     return GraphRecord(index, capture.kind, tuple(capture.steps), capture.origins, blocks, measures, capture.name)
+
+
+T = TypeVar("T", bound=Any)
+
+
+def model_first(graphs: Iterable[T]) -> list[T]:
+    """Graphs of the model before the programs that gather and reduce beside them."""
+    return sorted(graphs, key=lambda each: each.kind not in ("train", "inference"))
 
 
 def write_head(folder: Path, head: Head) -> None:
@@ -101,6 +110,14 @@ def clear(folder: Path, rank: int) -> None:
         file.unlink()
 
 
+def clear_beyond(folder: Path, world: int) -> None:
+    """Removes what an earlier run of more ranks has recorded."""
+    for ranks in folder.glob("rank-*"):
+        number = ranks.name.removeprefix("rank-")
+        if number.isdigit() and int(number) >= world:
+            clear(folder, int(number))
+
+
 def rank_folder(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}"
 
@@ -129,7 +146,7 @@ def _read_rank(path: Path) -> RankRecord:
         raise RecordError(f"{file} cannot be read ({type(error).__name__}: {error}): record the run again") from error
     if written != FORMAT:
         raise RecordError(f"{path} was written by another version of zerofx: record the run again")
-    return RankRecord(head, tuple(graphs))
+    return RankRecord(head, tuple(replace(each, index=place) for place, each in enumerate(model_first(graphs))))
 
 
 def _graph_from(told: Mapping[str, Any]) -> GraphRecord:

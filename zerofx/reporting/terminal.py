@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from zerofx.inspection import Inspection, read_inspection
 from zerofx.reporting.compare import differences, named
+from zerofx.reporting.console import console_for
 from zerofx.reporting.recording import GraphRecord, RankRecord, RecordError, read_ranks
 from zerofx.reporting.words import size
 
@@ -22,7 +24,7 @@ MOST = 20
 
 def show_run(folder: Path, rank: int, graph: int, wanted: dict[str, Any], console: Console | None = None) -> None:
     """Prints what is wanted of one rank's record: by default its graphs and their passes. Raises RecordError."""
-    console = console or Console()
+    console = console or console_for(sys.stdout)
     ranks = read_ranks(folder)
     record = next((each for each in ranks if each.head.rank == rank), None)
     if record is None:
@@ -38,7 +40,7 @@ def show_run(folder: Path, rank: int, graph: int, wanted: dict[str, Any], consol
         raise RecordError(f"rank {rank} has the graphs 0 to {len(record.graphs) - 1}, not {graph}: give one as --graph")
     if wanted["step"] is not None:
         text = inspection.graphs[graph].step(_step(record.graphs[graph], wanted["step"])).text
-        console.print(Syntax(text, "python", background_color="default", word_wrap=False))
+        _print_code(text, "python", console)
     if wanted["diff"] is not None:
         before, after = (_step(record.graphs[graph], each) for each in wanted["diff"])
         _print_diff(inspection, before, after, graph, console)
@@ -86,7 +88,17 @@ def _print_steps(record: RankRecord, console: Console) -> None:
 
 def _print_diff(inspection: Inspection, before: int | str, after: int | str, graph: int, console: Console) -> None:
     text = inspection.diff(before, after, graph)
-    console.print(Syntax(text, "diff", background_color="default") if text else "nothing has changed")
+    if text:
+        _print_code(text, "diff", console)
+    else:
+        console.print("nothing has changed")
+
+
+def _print_code(text: str, language: str, console: Console) -> None:
+    """Whole lines, which a terminal wraps by itself."""
+    shown = Syntax("", language, background_color="default").highlight(text)
+    shown.rstrip()
+    console.print(shown, soft_wrap=True)
 
 
 def _print_collectives(inspection: Inspection, console: Console) -> None:

@@ -128,6 +128,8 @@ def _at(made: Made, ranks: int | None) -> Program:
     if isinstance(made, str) and ranks is not None and "@ shard(" not in made:
         made = re.sub(r"mesh\(dp=\d+", f"mesh(dp={ranks}", made)
     program = parse(made) if isinstance(made, str) else made
+    if not isinstance(program, Program):
+        raise TypeError(f"a {type(program).__name__} is no program: give one, its text, or a function of ranks")
     if ranks is not None and program.mesh.world != ranks:
         raise ValueError(
             f"the program is one of {program.mesh.world} ranks, whose parameters are cut, and not of {ranks}: give a "

@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from zerofx import _torch
-from zerofx.config import Config, Rewrite
+from zerofx.config import Config, ModelError, Rewrite
 from zerofx.manager import Pass, run
 from zerofx.passes.choose_layout import ChooseLayout
 from zerofx.passes.merge_reads import MergeReads
 from zerofx.program import Program
 from zerofx.text import parse
 from zerofx.trace import trace
+from zerofx.unfit import untraced
 
+DTYPES = ("f64", "f32", "bf16", "f16")
 LINEAR = """\
 mesh(dp={ranks})
 param('w', {dtype}[{rows}, {columns}], dim=None)
@@ -69,18 +71,23 @@ def linear(ranks: int = 2, rows: int = 13, columns: int = 7, dtype: str = "f32",
     """`y = x @ w.T` and its backward, at the logical level: `w` is cut on dim 0, or `whole`.
 
     Neither 13 rows nor 7 columns divide by 2, 3 or 4 ranks, so that passes have padding to take care of. A weight with
-    one dim that divides is cut on that, as `choose-layout` does.
+    one dim that divides is cut on that, as `choose-layout` does. Raises ValueError for sizes below 1.
     """
+    _check(ranks=ranks, rows=rows, columns=columns)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}")
     return _made(LINEAR.format(ranks=ranks, rows=rows, columns=columns, dtype=dtype), whole)
 
 
 def chain(ranks: int = 2, width: int = 7, *, whole: bool = False) -> Program:
     """`y = (x @ a.T) @ b.T + bias` and its backward: three parameters, which can share buckets."""
+    _check(ranks=ranks, width=width)
     return _made(CHAIN.format(ranks=ranks, width=width), whole)
 
 
 def tied(ranks: int = 2, rows: int = 7, *, whole: bool = False) -> Program:
     """An embedding and a head that share one weight, whose gradient is a sum."""
+    _check(ranks=ranks, rows=rows)
     return _made(TIED.format(ranks=ranks, rows=rows), whole)
 
 
@@ -98,13 +105,26 @@ def traced(
 
     Nothing is allocated and no process group is needed; all parameters are cut unless `persist_below` says otherwise.
     `options` are those of zerofx.compile: `stage`, `bucket_mb`, `prefetch`, `reduce_dtype` and so on. `backend` is that
-    of the process group. Raises what a pass or a check raises.
+    of the process group. Raises what a pass or a check raises, TypeError for a model in place of a function that makes
+    one, and ModelError where `example_inputs` do not fit the model.
     """
+    _check(ranks=ranks)
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        given = type(model_fn).__name__
+        raise TypeError(f"traced takes a function that makes the model, not a {given}: pass lambda: Model()")
+    if not isinstance(example_inputs, (list, tuple)):
+        given = type(example_inputs).__name__
+        raise TypeError(f"traced takes a list of the model's inputs, not a {given}: pass [x] for one tensor")
     config = Config(passes=passes, **{"persist_below": 0} | options)
     try:
-        return trace(model_fn, example_inputs, config, ranks, backend, loss_fn=loss_fn)
+        with _torch.quiet_tracing():
+            return trace(model_fn, example_inputs, config, ranks, backend, loss_fn=loss_fn)
     except Exception as error:
-        raise _torch.backend_error(error) from None
+        found = _torch.backend_error(error)
+        if not _torch.is_tracing_error(found):
+            raise found from None
+        remedy = "give example_inputs that the model, or loss_fn, takes, and code that is one graph"
+        raise ModelError(f"the model cannot be traced: {untraced(found)}; {remedy}") from None
 
 
 def apply(program: Program, *steps: Pass) -> Program:
@@ -116,6 +136,12 @@ def apply(program: Program, *steps: Pass) -> Program:
         program.level = step.level
         run(program, [step])
     return program
+
+
+def _check(**sizes: object) -> None:
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name} is {size!r}: give an int, 1 or more")
 
 
 def _made(text: str, whole: bool) -> Program:
