@@ -143,11 +143,8 @@ def train(fault: str, backend: str, rank: int) -> None:
 
 def train_stages(fault: str, rank: int) -> None:
     """Two stages, sliced over two ranks or gathered always by two; on rank 1 the first one computes no more."""
-    asked: dict[str, Any] = {
-        "backend": "interpreter",
-        "persist_below": 0,
-        "example_inputs": ((torch.zeros(2, 16),), {}),
-    }
+    asked: dict[str, Any] = {"backend": "interpreter", "example_inputs": ((torch.zeros(2, 16),), {})}
+    layers: list[nn.Module] = [nn.Linear(16, 16) for _ in range(4)]
     if fault == "in a sliced stage":
         mesh = zerofx.Mesh(pp=2, dp=1, tp=2)
         layers = [Sliced(mesh.device_mesh["tp"].get_group()) for _ in range(4)]
