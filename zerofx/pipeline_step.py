@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.batches import MicroBatch
+from zerofx.pipeline import SPLITS_BACKWARD
 from zerofx.schedules import FORWARD, INPUT, WEIGHT, Messages
 from zerofx.stage_gather import Released
 from zerofx.stage_graphs import Boundary
 from zerofx.stage_plan import Variant
 from zerofx.stage_run import StageRun, begin_at, begin_with
 from zerofx.torch_schedule import Exchange, run_order
+from zerofx.watch import tell
 
 if TYPE_CHECKING:
     from zerofx.pipelined import Pipelined
@@ -57,27 +60,44 @@ class Step:
     broken: bool = False
 
     def run(self) -> None:
-        """Runs the step's order. A rank that fails goes on with zeros, so that all come to its end and hear of it."""
+        """Runs the step's order. A rank that fails goes on with zeros, so that all come to its end and hear of it.
+
+        Where others wait in collectives of its stage meanwhile, the watch tells them, and ends all ranks.
+        """
 
         def receives(stage: int, part: int) -> Sequence[Any]:
             return self.calls[part].variant.stages[stage].receives
 
         def compute(kind: str, stage: int, part: int, received: list[Tensor]) -> list[Tensor]:
             try:
-                if not self.broken:
-                    return self._compute(kind, stage, part, received)
+                return self._compute(kind, stage, part, received)
             except Exception as error:
-                if self.released is not None or self.home.where.parallel.tensor.size > 1:
-                    raise  # others wait in collectives of the stage, which the watch ends
-                self.problem, self.broken = self.problem or error, True
-            return self._nothing(kind, stage, part)
+                tell(f"a step failed on rank {dist.get_rank()}, for which others of its stage wait: {_short(error)}")
+                raise
 
         exchange = Exchange(self.home.pipeline, self.home.where.pipe, self.home.where.place, self.home.device, receives)
         run_order(self.order, len(self.parts), exchange, compute, WEIGHT)
 
     def _compute(self, kind: str, stage: int, part: int, received: list[Tensor]) -> list[Tensor]:
+        """Runs an action, or zeros in its place; what it raises, other ranks wait for this one in vain."""
         with nullcontext() if self.released is None else self.released.there(self._reads(kind, stage, part)):
-            return self._act(kind, stage, part, received)
+            try:
+                if not self.broken:
+                    return self._act(kind, stage, part, received)
+            except Exception as error:
+                if self._others_wait():
+                    raise
+                self.problem, self.broken = self.problem or error, True
+        return self._nothing(kind, stage, part)
+
+    def _others_wait(self) -> bool:
+        """Whether a rank that does not compute keeps others waiting in collectives that it cannot know of.
+
+        What the half for the weights gathers is known where the half for the inputs has run only.
+        """
+        home = self.home
+        gathers = self.released is not None and home.where.replicas > 1
+        return home.where.parallel.tensor.size > 1 or (gathers and home.pipeline.schedule in SPLITS_BACKWARD)
 
     def _reads(self, kind: str, place: int, part: int) -> list[str]:
         """The parameters that a computation reads; the half for the weights needs those that it has kept, if any."""
@@ -141,3 +161,8 @@ class Step:
             if boundary.has_gradient:
                 made.append(self._zeros(boundary) if grad is None else grad)
         return made
+
+
+def _short(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -102,6 +102,7 @@ class Plan:
         read = [frozenset(stage.names("param") + stage.names("buffer")) for stage in stages]
         self.owned = self._with_unread(read)
         self._refuse_split_state(line)
+        self._refuse_ranks_without_parameters()
         key = self._key(args, kwargs, modes)
         self.variants = {key: Variant(key, whole, stages)}
 
@@ -161,6 +162,17 @@ class Plan:
             if each.kind == "buffer" and written and len(self.ranks_of(each.name)) > 1:
                 raise PipelineError(
                     f"buffer {each.name!r} is written to in one stage and read in another: keep both in one by split_at"
+                )
+
+    def _refuse_ranks_without_parameters(self) -> None:
+        """Raises PipelineError where a rank could not build an optimizer, for which the others would wait."""
+        names = {each.name for each in self.without.names.values() if each.kind == "param"}
+        for rank in range(self.pipeline.ranks):
+            stages = self.pipeline.stages_of(rank)
+            if self.pipeline.ranks > 1 and not any(names & self.owned[stage] for stage in stages):
+                raise PipelineError(
+                    f"rank {rank} of the pipeline would have no parameters in its stages {stages}, and no "
+                    "optimizer can be built of none: take fewer stages, or split_at that gives each rank some"
                 )
 
     @staticmethod

@@ -6,6 +6,7 @@ and the others judge whether it is there itself. The loop only notes what it iss
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -99,10 +100,15 @@ class Watch:
         self.post()
         if found := self._differ(self.state()):
             self.told = found
-            if self.store is not None and not self.cut:
-                self.store.set(VERDICT, found)
+            self.tell(found)
             self.left.wait(3 * TICK_SECONDS)  # the other thread says it, and ends the process if this error does not
             raise RankMismatchError(found)
+
+    def tell(self, message: str) -> None:
+        """Ends the ranks of the group with a message, unless they can no longer be told."""
+        if self.store is not None and not self.cut:
+            with contextlib.suppress(RuntimeError, OSError):
+                self.store.set(VERDICT, message)
 
     def leave(self) -> None:
         """Tells the others that this rank issues nothing more, and ends the watch."""
@@ -233,15 +239,17 @@ class Watch:
 
     def _finish(self, message: str) -> None:
         """Ends this process, whose main thread is as a rule in a collective that nothing can wake it from."""
-        with self.lock:
-            if self.ending:
+        with _ENDS:
+            if any(each.ending for each in (self, *WATCHES.values())):
                 return
             self.ending = True
-        if self.rank == 0 and self.store is not None:
-            self.store.set(VERDICT, message)
-            time.sleep(2 * TICK_SECONDS)  # the others read it before the store goes
         sys.stderr.write(f"\nzerofx ends rank {self.rank} of {self.world}: {message}\n")
         sys.stderr.flush()
+        for each in list(WATCHES.values()):
+            if each is not self or self.rank == 0:  # ranks of another group may wait for this one, too
+                each.tell(message)
+        if any(each.rank == 0 for each in (self, *WATCHES.values())):
+            time.sleep(2 * TICK_SECONDS)  # the others read it before the store goes
         self.left.set()
         time.sleep(GRACE_SECONDS)  # a main thread that has failed itself may end on its own meanwhile
         os._exit(EXIT_CODE)
@@ -269,6 +277,7 @@ def _is_failed_collective(error: BaseException | None) -> bool:
 WATCHES: dict[str, Watch] = {}
 _SERVERS: dict[str, TCPStore] = {}
 _HOOKED = set[int]()
+_ENDS = threading.Lock()
 
 
 def offer(group: dist.ProcessGroup | None, model: nn.Module) -> Offer | None:
@@ -310,6 +319,12 @@ def follow(group_name: str, model: nn.Module) -> None:
     """Keeps the group watched while the model is there, such as the copy of a compiled one."""
     if watch := WATCHES.get(group_name):
         watch.keep(model)
+
+
+def tell(message: str) -> None:
+    """Ends this process and all that wait for it, in whatever group, with a message and within seconds."""
+    for watch in list(WATCHES.values()):
+        watch.tell(message)
 
 
 def _at_exit() -> None:

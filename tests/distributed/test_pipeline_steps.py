@@ -254,16 +254,22 @@ def test_all_ranks_hear_at_once_of_one_that_fails_and_can_go_on(schedule: str) -
     assert all(torch.equal(full(a), full(b)) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@on_ranks(2)
-def test_a_stage_that_cannot_compute_is_heard_of() -> None:
-    model = compiled()
+@pytest.mark.filterwarnings("ignore:zerofx.Pipeline")
+@pytest.mark.parametrize("gather", ["once", "always"])
+@on_ranks(4)
+def test_a_stage_that_cannot_compute_is_heard_of_and_training_goes_on(gather: str) -> None:
+    model = compiled(stage=3, pipeline=zerofx.Pipeline(2, "1f1b", 4, gather=gather))
     step = zerofx.train_step(model, Rows.loss, sgd(model.parameters()))
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
     run = model.__dict__["_zerofx_engine"].pipelined
     broken = mock.patch.object(run, "compiled_for", side_effect=MemoryError("no memory for it"))
-    with broken if dist.get_rank() == 0 else mock.MagicMock():
-        told = message(lambda: step(*rows_of(0)), MemoryError if dist.get_rank() == 0 else RankMismatchError)
+    with broken if dist.get_rank() == 1 else mock.MagicMock():
+        told = message(lambda: step(*rows_of(0)), MemoryError if dist.get_rank() == 1 else RankMismatchError)
     has(told, ("no memory for it",))
-    step(*rows_of(0))
+    assert all(torch.equal(full(value), before[name]) for name, value in model.state_dict().items())
+    plain = make("unet")
+    loss = Rows.loss(plain, *rows_of(1))
+    assert step(*rows_of(1)).loss.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 @on_ranks(2)

@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Text]]] = {
     "unet": (UNet, Rows),
     "deep_unet": (lambda: UNet(4), Rows),
     "in_place": (InPlace, Rows),
+    "one_layer": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softmax(-1)), Rows),
     "tied": (Tied, Text),
     "gpt2": (lambda: gpt2().model, OwnLoss),
     "llama": (lambda: llama().model, OwnLoss),
@@ -263,9 +264,9 @@ def test_inductor_compiles_stages(pool: Callable[[int], Pool], schedule: str) ->
     check(pool, 2, Setting("unet", pipeline(schedule, 2, 4), rows=8, backend="inductor"), sgd)
 
 
-def compiled(**options: Any) -> nn.Module:
+def compiled(model: str = "unet", **options: Any) -> nn.Module:
     asked = {"pipeline": zerofx.Pipeline(2, "1f1b", 4), "example_inputs": ((torch.zeros(2, WIDTH),), {})}
-    return zerofx.compile(make("unet"), **{"persist_below": 0, "backend": "interpreter", **asked, **options})
+    return zerofx.compile(make(model), **{"persist_below": 0, "backend": "interpreter", **asked, **options})
 
 
 def noted(run: list[str], kind: str, move: Callable[[Any], Any], given: Any) -> Any:
@@ -385,6 +386,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "too many stages": ({"pipeline": zerofx.Pipeline(64, "looped-bfs", 4, None, 32)}, "take at most"),
     "too many ranks": ({"pipeline": zerofx.Pipeline(3, "1f1b", 4)}, "does not divide 2 ranks"),
     "an unknown module": ({"pipeline": zerofx.Pipeline(2, split_at=["middle"])}, "names no module"),
+    "a rank without parameters": ({"model": "one_layer"}, "rank 1 of the pipeline would have no parameters"),
     "too little memory": ({"memory": 1000}, "stages of at most 1000 bytes"),
     "blocks": ({"per_block": True}, "per_block) is not possible with a pipeline"),
     "an example alone": ({"pipeline": None}, "of use with a pipeline only"),

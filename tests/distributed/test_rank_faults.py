@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.faulty import world_of
+from tests.distributed.faulty import STAGES, world_of
 from tests.pool import ENVIRONMENT, ROOT
 from tests.situations.ranks import RANKS
 
@@ -29,9 +29,10 @@ USUAL = (
     "shapes",
     "again",
     "swaps blocks",
+    STAGES[0],
     *SWAPS,
 )
-RARE = ("host killed", "host stopped", "leaves", "interrupted", "sleeps")
+RARE = (STAGES[1], "host killed", "host stopped", "leaves", "interrupted", "sleeps")
 OWN_CODE = [(kind.__name__, stage, world) for kind in RANKS for world in kind.worlds for stage in (1, 2, 3)]
 GROUPS = (
     (*USUAL, *(f"{name} 3 2" for name, stage, world in OWN_CODE if (stage, world) == (3, 2))),
@@ -164,6 +165,19 @@ def test_a_rank_without_memory_is_named_to_the_others(runs: Callable[[str], list
     other, raised = runs("out of memory")
     assert raised.code == 1 and "can't allocate memory" in raised.text
     assert "rank 1 raised RuntimeError" in (told := one_message(other)) and "can't allocate memory" in told
+
+
+@pytest.mark.parametrize("fault", [STAGES[0], pytest.param(STAGES[1], marks=pytest.mark.full)])
+def test_all_ranks_hear_at_once_of_one_whose_stage_cannot_compute(
+    runs: Callable[[str], list[Ended]], fault: str
+) -> None:
+    """Three are told, some of them by another group; the one that failed says it, too, or ends by its error first."""
+    ended = runs(fault)
+    assert "ArithmeticError: no good numbers" in ended[1].text and ended[1].code == 1
+    for each in (ended[0], *ended[2:]):
+        told = one_message(each)
+        assert told == "a step failed on rank 1, for which others of its stage wait: ArithmeticError: no good numbers"
+        assert each.seconds < 15
 
 
 @pytest.mark.parametrize("fault", ["recompiles", "shapes", "again", pytest.param("sleeps", marks=pytest.mark.full)])
