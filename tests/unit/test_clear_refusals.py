@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.__main__ import main
+from zerofx.reporting.terminal import show_run
 from zerofx.testing import assert_collectives, assert_same_meaning, chain, linear, traced
 
 X, Y = torch.randn(4, 6), torch.randn(4, 3)
@@ -157,8 +158,6 @@ def test_a_report_goes_into_a_folder(tmp_path: Path) -> None:
 def test_the_plan_command_says_what_is_wrong_before_it_works(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from zerofx.__main__ import main
-
     command = ["zerofx", "plan", "--preset", "gpt2", "--hardware", "cpu", *options]
     with (
         mock.patch.object(sys, "argv", command),
@@ -171,11 +170,10 @@ def test_the_plan_command_says_what_is_wrong_before_it_works(
     assert words in found and found.count("\n") == 1
 
 
-def test_nothing_is_cut_in_a_pipe(tmp_path: Path) -> None:
+def test_nothing_is_cut_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = compiled(record=tmp_path)
     model(X).sum().backward()
-    command = [sys.executable, "-m", "zerofx", "inspect", str(tmp_path)]
-    wanted = ["--diff", "0", "-1", "--collectives", "--step", "-1"]
-    told = subprocess.run([*command, *wanted], capture_output=True, text=True, check=True).stdout
+    show_run(tmp_path, 0, 0, {"step": "-1", "diff": ("0", "-1"), "collectives": True, "memory": True})
+    told = capsys.readouterr().out
     text = zerofx.inspect(model).graphs[0].steps[-1].text
     assert set(text.splitlines()) <= set(told.splitlines()) and max(map(len, text.splitlines())) > 80

@@ -113,7 +113,8 @@ def test_the_first_difference_of_two_programs_is_told() -> None:
 def batch_of(rows: int, offset: str, differs: bool = False, rank: int = 0) -> RankRecord:
     """A rank whose batch has so many rows, and an offset in its storage that is an input unless it is 0."""
     text = f"mesh(dp=2)\n\ndef inference(s77: sym({rows}){offset}, x: f32[s77, 4]):\n"
-    text += f"    y: f32[s77, 4] = aten.{'tanh' if differs else 'relu'}.default(x)\n    return [y @ out]\n"
+    text += f"    y: f32[s77, 4] = aten.{'tanh' if differs else 'relu'}.default(x)\n"
+    text += f"    return [y @ out{', None' if offset else ''}]\n"
     one = record(1, rank)
     return replace(one, graphs=(replace(one.graphs[0], steps=(Step("capture", text, 0.0),), origins={}),))
 

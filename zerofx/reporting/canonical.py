@@ -52,10 +52,10 @@ def _renamed(names: dict[str, str], found: re.Match[str]) -> str:
 
 
 def _used(rows: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The rows without inputs that are sizes or offsets and that no op reads."""
+    """The rows without inputs that are sizes or offsets and that no op reads, and without their gradients, None."""
     read = set(WORD.findall(" ".join(written for kind, written in rows if kind == "op")))
     sizes = {found[1] for kind, written in rows if kind == "input" and (found := INPUT.match(written.strip()))}
     for kind, written in rows:
         name = re.split(r"[:@,]", written.strip())[0].strip()
-        if kind not in ("input", "output") or name not in sizes - read:
+        if kind not in ("input", "output") or name not in (sizes - read) | {"None"}:
             yield kind, written

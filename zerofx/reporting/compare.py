@@ -110,7 +110,11 @@ def _where(place: int, step: Step, written: str, having: Sequence[tuple[int, Gra
     """The line of the first rank's text, and whether collectives are the same, so that ranks do not wait for others."""
     line = next((n for n, each in enumerate(step.text.splitlines(), 1) if written.rstrip(",") in each), 0)
     same = len({_sent(graph.steps[-1]) for _, graph in having}) == 1
-    told = " (all issue the same collectives, so that no rank waits for another)" if same else ""
+    told = (
+        " (all issue the same collectives, so that no rank waits for another)"
+        if same
+        else " (collectives differ, so that ranks would hang or exchange wrong values)"
+    )
     return f"graph {place} after {step.name}, first in line {line}{told}"
 
 

@@ -23,6 +23,8 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds for people."""
+    if seconds >= 1:
+        return f"{seconds:,.3g} s"
     return f"{seconds * 1e3:,.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.3g} us"
 
 
@@ -70,7 +72,7 @@ def _timed(program: Mapping[str, Any]) -> list[str]:
     time = program["time"]
     if not time:
         return []
-    told = f"On {program['machine']} it is predicted to take {duration(time['step'])}"
+    told = f"On hardware {program['machine']!r} it is predicted to take {duration(time['step'])}"
     if not time["communication"]:
         return [f"{told}."]
     told += f": computation {duration(time['compute'])}, communication {duration(time['communication'])}"

@@ -143,8 +143,8 @@ zx.views.pipeline = function (main) {
   const stages = pipeline.stages.map((s, i) => [i, pipeline.places[i], s.first || "-", s.last || "-", zx.time(s.seconds), zx.bytes(s.params), zx.bytes(s.activations), zx.bytes(s.memory), zx.bytes(s.sent)]);
   const bubble = `${(100 * pipeline.bubble).toFixed(1)} %` + (pipeline.expected === null ? "" : ` (closed form ${(100 * pipeline.expected).toFixed(1)} %)`);
   main.append(zx.el("div", { class: "wide" }, zx.el("h2", {}, `Pipeline ${pipeline.schedule}: ${pipeline.stages.length} stages on ${pipeline.ranks} ranks, ${pipeline.microbatches} micro-batches`),
-    zx.el("p", {}, `Each rank stands still for ${bubble} of a step, for stages that take equally long; the slowest stage takes ${pipeline.imbalance.toFixed(3)} of an even one on ${pipeline.machine}. ${pipeline.limit}`),
-    zx.el("p", { class: "key" }, [...used].map((kind) => zx.el("span", {}, zx.el("i", { class: "swatch", style: `background:${zx.colour(kinds[kind])}` }), names[kind])), "numbers are micro-batches"), tip, chart,
+    zx.el("p", {}, `Each rank stands still for ${bubble} of a step, for stages that take equally long; the slowest stage takes ${pipeline.imbalance.toFixed(3)} of an even one on ${pipeline.machine}.` + (pipeline.limit ? ` ${pipeline.limit[0].toUpperCase()}${pipeline.limit.slice(1)}.` : "")),
+    zx.el("p", { class: "key" }, [...used].map((kind) => zx.el("span", {}, zx.el("i", { class: "swatch", style: `background:${zx.colour(kinds[kind])}` }), names[kind])), "numbers in boxes are micro-batches; time is in forwards of a stage"), tip, chart,
     zx.el("h2", {}, "Stages"), zx.table(["stage", "rank", "from", "to", "time", "parameters", "activations", "memory", "sent"], stages, { numbers: [0, 1, 4, 5, 6, 7, 8] })));
   zx.rows(chart, tip, boxes, pipeline.chart.map((_, rank) => "rank " + rank), (value) => value.toFixed(0));
 };
