@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 from pathlib import Path
 
@@ -50,12 +51,23 @@ def pass_table() -> str:
     return "\n".join(rows)
 
 
+def seconds(text: str) -> float:
+    """A time to try something for, from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: pass a number of seconds above 0")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m zerofx")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("passes", help="print the table of passes")
     looks = commands.add_parser("doctor", help="print versions and backends, and try all-reduces")
-    looks.add_argument("--seconds", type=float, default=SECONDS, help="how long to try; default: %(default)g")
+    looks.add_argument("--seconds", type=seconds, default=SECONDS, help="how long to try; default: %(default)g")
     tuning = commands.add_parser("tune", help="measure the process group, on every rank of it")
     tuning.add_argument("--out", type=Path, help="also measure kernels, and write a hardware file to plan for")
     out = commands.add_parser("export", help="write a checkpoint's weights as safetensors or as a plain state dict")

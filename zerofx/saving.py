@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zerofx import background, publish, saved_names
 from zerofx.background import Saving
 from zerofx.checkpoint_files import Writer, failure_of, write_plain
-from zerofx.manifest import Entry, Manifest
+from zerofx.manifest import CheckpointError, Entry, Manifest
 from zerofx.parts import Part, collect, nested
 from zerofx.progress import bar
 from zerofx.saved_names import fingerprint
@@ -80,7 +80,8 @@ def save(
 
     Raises CheckpointError, the same on all ranks.
     """
-    target = Path(path).absolute()
+    problem = wrong_arguments(path, optimizer, step)
+    target = Path() if problem else Path(path).absolute()
     group = saved_names.group_of(model)
     saved_names.refuse_shared_folder(model, str(target))
     if asynchronous and progress is None:  # training draws meanwhile
@@ -89,6 +90,8 @@ def save(
     facts["asynchronous"] = asynchronous
 
     def collected() -> Part:
+        if problem:
+            raise CheckpointError(problem)
         part = collect(model, optimizer, scheduler, loss_scale, {"step": step, "extra": extra})
         publish.refuse_keep(keep, slices=bool(part.beside["slice"]))
         return part
@@ -98,6 +101,17 @@ def save(
         return background.start(group, stage(job).run)
     job.run()
     return None
+
+
+def wrong_arguments(path: Any, optimizer: Any, step: Any) -> str:
+    """What is wrong with them, and what to pass, in a sentence; empty where nothing is."""
+    if not isinstance(path, (str, os.PathLike)):
+        return f"the path is a {type(path).__name__}: pass the name of the folder to save as"
+    if step is not None and (type(step) is not int or step < 0):
+        return f"step={step!r} is not possible: pass how many steps have been trained, as an int"
+    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
+        return f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass that, or None"
+    return ""
 
 
 @dataclass(frozen=True)

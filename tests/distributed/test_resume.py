@@ -54,7 +54,7 @@ def trained(folder: Path, steps: int = STEPS) -> State:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> State:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    train(folder, [], timeout=200)
+    train_forked(folder, [], STEPS, timeout=200)
     return trained(folder)
 
 
@@ -65,8 +65,16 @@ def equal(state: State, expected: State) -> None:
 
 
 def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_been(uninterrupted: State, tmp_path: Path) -> None:
+    printed = train_forked(tmp_path, ["write:1:30", "backward:0:500", "sync:0:2"], STEPS, timeout=300)
+    assert printed.count("-9") == 3
+    assert re.search("Taken up at step [24], from ", printed)
+    equal(trained(tmp_path), uninterrupted)
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_training_again_whose_ranks_are_killed(uninterrupted: State, tmp_path: Path) -> None:
     lives = ["forward:1:40", "write:1:30", "backward:0:500", "sync:0:2", "optimizer:1:2"]
-    printed = train(tmp_path, lives, timeout=400)
+    printed = train(tmp_path, lives, timeout=900)
     assert re.search("Taken up at step [24], from ", printed)
     equal(trained(tmp_path), uninterrupted)
 

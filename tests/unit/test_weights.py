@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ from torch import nn
 
 import zerofx
 from tests.pool import ROOT
+from zerofx.__main__ import main as command_line
+from zerofx.manifest import CheckpointError
 from zerofx.weights import export_weights, import_weights, weights_of
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -110,3 +113,27 @@ def test_the_command_line_exports_imports_and_tells_what_is_wrong(tmp_path: Path
     assert int(counted) >= 3 and re.search(r"ranks on \S+: 0, 1\n", well.stdout)
     assert len(re.findall(r" MiB in \S+ ms, at most ", well.stdout)) == 3
     assert f"torch {torch.__version__.partition('+')[0]}" in well.stdout
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_doctor_asks_for_seconds_that_are_a_time(
+    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["zerofx", "doctor", f"--seconds={seconds}"])
+    with pytest.raises(SystemExit):
+        command_line()
+    assert "is no time: pass a number of seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        (None, {}, "the path is a NoneType: pass the name"),
+        ("a", {"step": "x"}, "step='x' is not possible: pass how many steps"),
+        ("a", {"step": 1.5}, "step=1.5 is not possible"),
+        ("a", {"optimizer": "adam"}, "the optimizer is a str, not a torch.optim.Optimizer"),
+    ],
+)
+def test_save_says_which_argument_is_wrong(path: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        zerofx.save(path, torch.nn.Linear(2, 2), **arguments)
