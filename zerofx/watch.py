@@ -325,6 +325,8 @@ def tell(message: str) -> None:
     """Ends this process and all that wait for it, in whatever group, with a message and within seconds."""
     for watch in list(WATCHES.values()):
         watch.tell(message)
+    if WATCHES:
+        time.sleep(3 * TICK_SECONDS)  # the others say it before they see that this process has ended
 
 
 def _at_exit() -> None:

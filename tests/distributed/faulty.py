@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from torch import nn
 
 import zerofx
@@ -31,7 +30,7 @@ from zerofx.stage_run import StageRun
 
 STEPS, FAULT_STEP = 12, 6
 LIMIT_SECONDS = 150
-STAGES = ("in a sliced stage", "in a gathered stage")
+STAGES = "in a gathered stage"
 SITUATIONS = {kind.__name__: kind for kind in RANKS}
 
 
@@ -63,17 +62,6 @@ class Blocks(nn.Module):
         for block in reversed(self.blocks) if self.use_spare else self.blocks:
             x = block(x)
         return x
-
-
-class Sliced(nn.Module):
-    """A layer whose result tensor-parallel ranks add up."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.layer, self.group = nn.Linear(16, 16), group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.distributed.nn.functional.all_reduce(self.layer(x), group=self.group)
 
 
 def compile_slowly() -> None:
@@ -141,16 +129,11 @@ def train(fault: str, backend: str, rank: int) -> None:
         time.sleep(0.1)
 
 
-def train_stages(fault: str, rank: int) -> None:
-    """Two stages, sliced over two ranks or gathered always by two; on rank 1 the first one computes no more."""
+def train_stages(rank: int) -> None:
+    """Two stages, there and back, gathered always by two ranks each; on rank 1 they compute no more."""
+    layers = [nn.Linear(16, 16) for _ in range(4)]
     asked: dict[str, Any] = {"backend": "interpreter", "example_inputs": ((torch.zeros(2, 16),), {})}
-    layers: list[nn.Module] = [nn.Linear(16, 16) for _ in range(4)]
-    if fault == "in a sliced stage":
-        mesh = zerofx.Mesh(pp=2, dp=1, tp=2)
-        layers = [Sliced(mesh.device_mesh["tp"].get_group()) for _ in range(4)]
-        asked |= {"mesh": mesh, "pipeline": zerofx.Pipeline(2, "1f1b", 2)}
-    else:
-        asked |= {"stage": 3, "persist_below": 0, "pipeline": zerofx.Pipeline(4, "zbv", 2, gather="always")}
+    asked |= {"stage": 3, "persist_below": 0, "pipeline": zerofx.Pipeline(4, "zbv", 2, gather="always")}
     model = zerofx.compile(nn.Sequential(*layers), **asked)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = zerofx.train_step(model, lambda model, x: model(x).square().mean(), optimizer)
@@ -179,7 +162,7 @@ def train_situation(name: str, stage: int, rank: int, world: int) -> None:
 
 
 def world_of(fault: str) -> int:
-    if fault in STAGES:
+    if fault == STAGES:
         return 4
     name, *rest = fault.split()
     return int(rest[1]) if name in SITUATIONS else 2
@@ -205,8 +188,8 @@ def run(fault: str, backend: str, rank: int, listening: list[socket.socket]) -> 
     name, *rest = fault.split()
     if name in SITUATIONS:
         train_situation(name, int(rest[0]), rank, world)
-    elif fault in STAGES:
-        train_stages(fault, rank)
+    elif fault == STAGES:
+        train_stages(rank)
     else:
         train(fault, backend, rank)
     if fault == "swaps, then compiles":

@@ -29,10 +29,9 @@ USUAL = (
     "shapes",
     "again",
     "swaps blocks",
-    STAGES[0],
     *SWAPS,
 )
-RARE = (STAGES[1], "host killed", "host stopped", "leaves", "interrupted", "sleeps")
+RARE = (STAGES, "host killed", "host stopped", "leaves", "interrupted", "sleeps")
 OWN_CODE = [(kind.__name__, stage, world) for kind in RANKS for world in kind.worlds for stage in (1, 2, 3)]
 GROUPS = (
     (*USUAL, *(f"{name} 3 2" for name, stage, world in OWN_CODE if (stage, world) == (3, 2))),
@@ -167,12 +166,9 @@ def test_a_rank_without_memory_is_named_to_the_others(runs: Callable[[str], list
     assert "rank 1 raised RuntimeError" in (told := one_message(other)) and "can't allocate memory" in told
 
 
-@pytest.mark.parametrize("fault", [STAGES[0], pytest.param(STAGES[1], marks=pytest.mark.full)])
-def test_all_ranks_hear_at_once_of_one_whose_stage_cannot_compute(
-    runs: Callable[[str], list[Ended]], fault: str
-) -> None:
-    """Three are told, some of them by another group; the one that failed says it, too, or ends by its error first."""
-    ended = runs(fault)
+@pytest.mark.full
+def test_all_ranks_hear_at_once_of_one_whose_stage_cannot_compute(runs: Callable[[str], list[Ended]]) -> None:
+    ended = runs(STAGES)
     assert "ArithmeticError: no good numbers" in ended[1].text and ended[1].code == 1
     for each in (ended[0], *ended[2:]):
         told = one_message(each)
