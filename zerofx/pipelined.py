@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,10 @@ class Pipelined:
         self.summed = _summed(model)
         if self.pipeline.gather == "always" and self.where.replicas > 1:
             warn_of_traffic(self.plan.report, self.stages, self.where.replicas)
-        elsewhere = _names(self.plan.without.model) - _names(model)
-        model.register_load_state_dict_pre_hook(functools.partial(_leave_out, elsewhere))  # type: ignore[no-untyped-call]
+        for name in _names(self.plan.without.model) - _names(model):
+            owner, _, own = name.rpartition(".")
+            module = cast("Any", model.get_submodule(owner))
+            module.register_load_state_dict_pre_hook(functools.partial(_leave_out, own))
         if self.where.pipe is None:
             return
         names = [each.name for each in self.plan.without.names.values() if each.kind == "param"]
@@ -294,10 +296,9 @@ class Pipelined:
             )
 
 
-def _leave_out(elsewhere: Iterable[str], _: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Takes what other ranks hold out of the state dict of a whole model."""
-    for name in elsewhere:
-        state.pop(prefix + name, None)
+def _leave_out(name: str, _: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Takes what other ranks hold out of a state dict before its module loads it, which may have added it itself."""
+    state.pop(prefix + name, None)
 
 
 def _names(model: nn.Module) -> set[str]:
