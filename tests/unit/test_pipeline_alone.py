@@ -59,7 +59,7 @@ def twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def never(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(x, y)
+    return F.mse_loss(x.clone().requires_grad_(), y)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,12 @@ def test_what_a_loss_function_cannot_do_is_refused(loss: Any, told: str) -> None
         step(ROWS, -ROWS)
 
 
-def test_a_step_of_too_few_micro_batches_for_the_schedule_is_refused() -> None:
+def test_a_step_of_too_few_micro_batches_is_refused() -> None:
     model = compiled(2, "zbv", 4)
     step = zerofx.train_step(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))
-    step(iter([(ROWS[:2], -ROWS[:2])] * 3))
+    step(iter([(ROWS[:2], -ROWS[:2])] * 4))
+    with pytest.raises(ValueError, match="had 3 micro-batches left, and the step takes 4"):
+        step(iter([(ROWS[:2], -ROWS[:2])] * 3))
     with pytest.raises(ValueError, match="no micro-batch left"):
         step(iter([]))
 

@@ -11,6 +11,7 @@ from tests.unit.test_plan import WORLD, batch, gpt
 from zerofx.config import Config
 from zerofx.manager import Step
 from zerofx.planning.capture import Asked, Shapes
+from zerofx.planning.hardware import H100
 from zerofx.planning.report import Plan, PlanError, read_plan
 from zerofx.reporting import planned
 from zerofx.reporting.build import build
@@ -32,7 +33,7 @@ def run() -> RankRecord:
     """What a rank records of the same training."""
     shapes = Shapes(gpt(BLOCKS), batch())
     text = show(shapes.program(Asked(Config(precision=PRECISION, bucket_mb=1), WORLD, "nccl"), BLOCKS))
-    graph = GraphRecord(0, "train", (Step("last", text, 0.0),), measures=measures_of_text(text))
+    graph = GraphRecord(0, "train", (Step("last", text, 0.0),), measures=measures_of_text(text, H100))
     return RankRecord(Head(world=WORLD, model="GPT"), (graph,))
 
 
