@@ -47,7 +47,7 @@ def refuse_values(init_fn: object, progress: object) -> None:
     """Raises ConfigError for a value of the arguments that passes and backends do not read."""
     if init_fn is not None and not callable(init_fn):
         _refuse("init_fn", init_fn, "a function of a module that writes its parameters and buffers, or None")
-    if progress not in (None, True, False) or (isinstance(progress, int) and not isinstance(progress, bool)):
+    if progress is not None and not isinstance(progress, bool):
         _refuse("progress", progress, "None, True or False")
 
 

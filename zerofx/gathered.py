@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any, cast
 
@@ -96,7 +97,7 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     if name == "__set__" and isinstance(args[0], COPIES):
         return func is not GRAD_SETTER
-    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
+    if renorms(func, args, kwargs):
         return any(isinstance(t, COPIES) for t in args[:2])
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
     if not in_place and kwargs.get("inplace") is not True:
@@ -105,6 +106,12 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     return any(isinstance(t, COPIES) for t in tree_leaves(written))
 
 
+def renorms(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is a lookup that scales rows of its weight down to a `max_norm`."""
+    return func in LOOKUPS and inspect.signature(func).bind(*args, **kwargs).arguments.get("max_norm") is not None
+
+
+LOOKUPS: tuple[Any, ...] = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 COPIES = (Gathered, GatheredSlice)
 GRAD_GETTER = cast("Any", Tensor.grad).__get__
 GRAD_SETTER = cast("Any", Tensor.grad).__set__

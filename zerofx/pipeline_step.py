@@ -19,6 +19,7 @@ from zerofx.stage_graphs import Boundary
 from zerofx.stage_plan import Variant
 from zerofx.stage_run import StageRun, begin_at, begin_with
 from zerofx.torch_schedule import Exchange, run_order
+from zerofx.unfit import in_one_line
 from zerofx.watch import tell
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ class Step:
             try:
                 return self._compute(kind, stage, part, received)
             except Exception as error:
-                tell(f"a step failed on rank {dist.get_rank()}, for which others of its stage wait: {_short(error)}")
+                tell(
+                    f"a step failed on rank {dist.get_rank()}, for which others of its stage wait: {in_one_line(error)}"
+                )
                 raise
 
         exchange = Exchange(self.home.pipeline, self.home.where.pipe, self.home.where.place, self.home.device, receives)
@@ -161,8 +164,3 @@ class Step:
             if boundary.has_gradient:
                 made.append(self._zeros(boundary) if grad is None else grad)
         return made
-
-
-def _short(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

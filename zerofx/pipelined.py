@@ -28,6 +28,7 @@ from zerofx.stage_gather import Released, warn_of_traffic
 from zerofx.stage_plan import Key, Plan, Variant
 from zerofx.stage_run import Compiled, StageRun, compile_stage
 from zerofx.swap import NAMES, READS
+from zerofx.unfit import in_one_line
 
 if TYPE_CHECKING:
     from zerofx.engine import Engine
@@ -178,7 +179,7 @@ class Pipelined:
             with naming_ended_ranks():
                 yield
         except Exception as error:
-            self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failed = in_one_line(error)
             raise
 
     def _refuse_after_failure(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from zerofx.agree import RankMismatchError, agree
 from zerofx.manifest import CheckpointError
+from zerofx.unfit import in_one_line
 
 SPACE = "; free space, or give another folder"
 WRITABLE = "; give a folder that this process may write to"
@@ -51,4 +52,4 @@ def sentence(problem: BaseException) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         where = f": {problem.filename}" if problem.filename else ""
         return f"{problem.strerror}{where}{REMEDIES.get(problem.errno or 0, '')}"
-    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+    return in_one_line(problem)

@@ -1,4 +1,4 @@
-"""Says in one sentence why a function cannot be called with what it was given, or not be traced with it."""
+"""Says in one sentence what an error is, or why a function cannot be called or traced with what it was given."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 RAISED = re.compile(r"""got \w+\((["'])(.*)\1\)""", re.DOTALL)
 """Where torch.compile quotes what an op has raised."""
 REFUSED = re.compile(r"Developer debug context: \w+Error <[^>]*>: (.*)")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def unfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

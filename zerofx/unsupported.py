@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from zerofx.config import ConfigError
@@ -104,17 +105,18 @@ ARGUMENTS: Mapping[str, str] = {
 """Arguments of other libraries: a missing feature, or what the argument is and what to do."""
 
 IN_FORWARD: Mapping[str, str] = {
-    "got mixed torch.Tensor and DTensor": "the forward mixes plain tensors with a DTensor: parameters that it reads as "
-    "attributes, such as self.layer.weight, are whole, but self.parameters() and get_parameter() give the stored parts",
-    "object has no attribute 'to_local'": "the forward reads a parameter inside a branch or body of torch.cond, "
-    "while_loop, map or scan, which zerofx does not have: use Python's if and for, or torch.where",
+    r"got mixed torch\.Tensor and DTensor": "the forward mixes plain tensors with a DTensor: parameters that it reads "
+    "as attributes, such as self.layer.weight, are whole, but self.parameters() and get_parameter() give the stored "
+    "parts",
+    r"GraphModule\(\).* has no attribute 'to_local'": "the forward reads a parameter inside a branch or body of "
+    "torch.cond, while_loop, map or scan, which zerofx does not have: use Python's if and for, or torch.where",
 }
-"""Words of torch's errors for forwards that cannot run on stored parameters, and what to do."""
+"""Patterns of torch's errors for forwards that cannot run on stored parameters, and what to do."""
 
 
 def explained(error: BaseException) -> str | None:
     """What to say of an error of a forward, where torch's own words do not show the cause."""
-    return next((told for words, told in IN_FORWARD.items() if words in str(error)), None)
+    return next((told for pattern, told in IN_FORWARD.items() if re.search(pattern, str(error))), None)
 
 
 STEP_ARGUMENTS: Mapping[str, str] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofx import _torch
 from zerofx.capture import nodes_of
-from zerofx.gathered import IN_PLACE_OPERATORS, LostWriteError, lost
+from zerofx.gathered import IN_PLACE_OPERATORS, LostWriteError, lost, renorms
 
 UNSHARDS = {torch.ops.zerofx.unshard.default, torch.ops.zerofx.unshard_apart.default}
 
@@ -56,15 +55,11 @@ def may_write(node: Node) -> bool:
         return node.target._schema.is_mutable
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return any(schema.is_mutable for schema in node.target._schemas.values())
-    if node.target in RENORMS:
-        given = inspect.signature(cast("Any", node.target)).bind(*node.args, **node.kwargs).arguments
-        return given.get("max_norm") is not None
+    if renorms(node.target, node.args, node.kwargs):
+        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name in WRITERS or (name.endswith("_") and not name.endswith("__"))
 
-
-RENORMS: tuple[Any, ...] = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
-"""Lookups that scale the rows of their weight down to a `max_norm` where one is given."""
 
 WRITERS = {"setitem", "__setitem__", *IN_PLACE_OPERATORS, *(name.strip("_") for name in IN_PLACE_OPERATORS)}
 

@@ -14,17 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 import zerofx
-from tests.bench.foreseen import MODELS, best, planned_seconds, prepared
-from zerofx.planning.hardware import Hardware, load
-from zerofx.planning.measured import measured
+from tests.bench.foreseen import MODELS, begun, best, planned_seconds, prepared
+from zerofx.planning.hardware import Hardware
 from zerofx.planning.search import Found
-from zerofx.tune import tune
 
 WAYS = (*((stage, count) for count in (1, 4) for stage in range(4)), (2, 2), (3, 2))
 """Stage, and micro-batches."""
@@ -69,9 +66,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hardware", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    machine = load(given.hardware) if given.hardware else measured(tune())
+    machine = begun(given.hardware)
     ratio = compare(given.model, given.precision, given.steps, machine)
     dist.destroy_process_group()
     return int(ratio >= ALLOWED)

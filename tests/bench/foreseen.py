@@ -141,6 +141,13 @@ def planned_seconds(trained: Trained, stage: int, precision: str, machine: Hardw
     return found.seconds
 
 
+def begun(hardware: Path | None) -> Hardware:
+    """Makes the process group of ranks of one thread each; the machine is that of the file, or else measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return load(hardware) if hardware else measured(tune())
+
+
 def compared(names: Sequence[str], precisions: Sequence[str], stages: Sequence[int], steps: int, on: Hardware) -> Table:
     """One row for each model, precision and stage. All ranks call it."""
     table = Table("model", "precision", "stage", "planned, ms", "measured, ms", "planned / measured")
@@ -165,9 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hardware", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    machine = load(given.hardware) if given.hardware else measured(tune())
+    machine = begun(given.hardware)
     table = compared(given.models, given.precisions, given.stages, given.steps, machine)
     if dist.get_rank() == 0:
         Console().print(table)

@@ -153,12 +153,11 @@ def params_of(shapes: Shapes, layout: Layout, counts: Sequence[int], stage: int)
     """
     repeats = shapes.repeats
     assert repeats is not None
-    prefix = f"{repeats.path}." if repeats.path else ""
     first = repeats.start + repeats.period * sum(counts[:stage])
     mine = range(first, first + repeats.period * counts[stage])
     found, before = [], True
     for param in layout:
-        inside = param.name.removeprefix(prefix).split(".")[0] if param.name.startswith(prefix) else ""
+        inside = param.name.removeprefix(repeats.prefix).split(".")[0] if param.name.startswith(repeats.prefix) else ""
         if inside.isdigit() and repeats.start <= int(inside) < repeats.stop:
             before = False
             if int(inside) in mine:

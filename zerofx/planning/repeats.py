@@ -25,6 +25,11 @@ class Repeats:
     def stop(self) -> int:
         return self.start + self.period * self.count
 
+    @property
+    def prefix(self) -> str:
+        """What names of parameters of the list begin with."""
+        return f"{self.path}." if self.path else ""
+
     def behind(self, model: nn.Module, count: int) -> set[nn.Module]:
         """The modules that are in none but the repetitions behind the first `count`."""
         children: list[nn.Module] = list(cast("nn.ModuleList", model.get_submodule(self.path)))

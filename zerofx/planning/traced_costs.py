@@ -65,7 +65,7 @@ class Weights:
     @classmethod
     def of(cls, shapes: Shapes, precision: str) -> Weights:
         sums = {"inside": [0, 0], "before": [0, 0], "behind": [0, 0]}
-        path, place, cast = _prefix(shapes), "before", 0
+        path, place, cast = None if shapes.repeats is None else shapes.repeats.prefix, "before", 0
         looked_up = {name for name, module in shapes.model.named_modules() if isinstance(module, nn.Embedding)}
         for param in shapes.params:
             if path is not None and param.name.startswith(path):
@@ -90,12 +90,6 @@ class Weights:
 
         ends = of(self.before) if place == "first" else of(self.behind)
         return of(self.inside) / layouts.pp + np.where(layouts.pp == 1, of(self.before) + of(self.behind), ends)
-
-
-def _prefix(shapes: Shapes) -> str | None:
-    if shapes.repeats is None:
-        return None
-    return f"{shapes.repeats.path}." if shapes.repeats.path else ""
 
 
 def _is_whole(param: ParamLayout) -> bool:

@@ -65,8 +65,8 @@ def _degrees(shapes: Shapes) -> Degrees:
     """Layers may be sliced as far as all dims of the blocks' matrices divide."""
     if shapes.repeats is None:
         return Degrees(1, 1)
-    path = f"{shapes.repeats.path}." if shapes.repeats.path else ""
-    inside = (param.size for param in shapes.params if param.name.startswith(path))
+    prefix = shapes.repeats.prefix
+    inside = (param.size for param in shapes.params if param.name.startswith(prefix))
     dims = [each for size in inside if len(size) > 1 for each in size]
     return Degrees(gcd(*dims) if dims else 1, shapes.blocks)
 
